@@ -52,7 +52,9 @@ from common.files import replacing
 from configurator import Config, config_text, load_config, read_config
 from data.download import vocab_where_missing
 from machine import hardware
-from machine.compile_check import check
+from machine.compile_check import eager_float32, try_code
+from model import GPTConfig
+from model_fast import FastConfig, build_model
 from run import plan
 from run.curves import Run, percentile, read_run
 
@@ -256,6 +258,71 @@ def print_rows(rows: list[dict]) -> None:
         device = f"{machine['device']}{of_cpu}, torch {machine['torch']}, peak {peak}"
         source = machine["peak_source"]
     say(f"{device} ({source})", *table_lines(table))
+
+
+# -----------------------------------------------------------------------------
+# Check: does this machine train correctly?
+
+# Large enough for the GPU kernels of a real run. Biases and head sizes are those in config/,
+# because other head sizes run other kernels.
+SIZES: dict[str, Any] = dict(n_layer=2, n_embd=768, vocab_size=1024, loss_chunk="1024")
+RECIPES = {
+    "gpt2": GPTConfig(**SIZES, n_head=12, bias=False),
+    "fast": FastConfig(**SIZES, n_head=6, bias=True),
+}
+BATCH_SIZE = 2  # different sequences, so that a kernel that confuses sequences is noticed
+
+
+def check(config: Config) -> dict:
+    """
+    Compare a small model of each recipe with the CPU: uncompiled in float32, in the run's dtype,
+    and compiled. Print a line for each, and one of three verdicts. Stop if uncompiled code is
+    wrong, because its error may have left the device unusable. Returns what --json writes. Only
+    keys about the machine matter, such as device and dtype.
+    """
+    hw = hardware.set_up(config)
+    say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
+    say("largest gradient error, relative to float32 on the CPU:")
+    plain = replace(config, compile=False)
+    # float32 without TF32 rounds so little that any fault shows
+    ways = {"exact float32": replace(plain, dtype="float32", tf32=False), hw.dtype_name: plain}
+    # a run on MPS does not compile
+    ways |= {"compiled": config} if config.compile and hw.device.type != "mps" else {}
+    rows: list[dict] = []
+    wrong: list[str] = []
+    for recipe, sizes in RECIPES.items():
+        if wrong:
+            break
+        if hw.device.type == "cpu":  # it may be slow
+            heads = sizes.n_head // 6
+            sizes = replace(sizes, n_embd=128, n_head=heads, block_size=64, loss_chunk="64")
+        torch.manual_seed(1)  # check the same weights every time
+        # plain attention, because a fused kernel may be wrong
+        on_cpu = build_model(replace(sizes, flash=False))
+        windows, exact = eager_float32(on_cpu, BATCH_SIZE, sizes.vocab_size)
+        for way, way_config in ways.items():
+            began = time.perf_counter()
+            way_hw = hardware.set_up(way_config)
+            model = build_model(replace(sizes, flash=config.flash))
+            model.load_state_dict(on_cpu.state_dict())
+            model.to(hw.device)
+            problem, (error, weight) = try_code(model, windows, exact, way_hw, way_config.compile)
+            row: dict[str, Any] = dict(name=f"{recipe} {way}", problem=problem)
+            row |= {} if problem else dict(gradient=error, weight=weight)
+            rows.append(row)
+            result = problem or f"{error:.1e} ({weight})"
+            say(f"  {row['name']}: {result}; {time.perf_counter() - began:.1f} s")
+            if problem and way != "compiled":
+                wrong.append(f"{row['name']} fails ({problem})")
+                break
+    verdict = f"this {'machine' if hw.device.type == 'cpu' else 'GPU'} trains correctly"
+    if wrong:
+        verdict = f"do not train here because {wrong[0]}"
+    elif problems := dict.fromkeys(row["problem"] for row in rows if row["problem"]):
+        reasons = "; ".join(problems)
+        verdict += f" with --compile=False, because torch.compile does not work here ({reasons})"
+    say(verdict)
+    return dict(verdict=verdict, wrong=wrong, rows=rows)
 
 
 # -----------------------------------------------------------------------------

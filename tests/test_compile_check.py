@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 import model
 import model_fast
+from bench import RECIPES
 from common.console import UserError
 from configurator import Config, load_config
 from machine import compile_check, hardware
-from machine.compile_check import RECIPES, compile_checked, compile_model, eager_float32, try_code
+from machine.compile_check import compile_checked, compile_model, eager_float32, try_code
 from model import GPTConfig
 from model_fast import FastConfig, build_model
 
