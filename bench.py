@@ -147,10 +147,7 @@ def run_train(config: Config, seconds: float) -> Run:
         nothing = subprocess.DEVNULL
         with open(Path(folder, "errors"), "wb") as errors:
             command = [sys.executable, TRAIN, str(file)]
-            # in a session of its own, so that Ctrl-C in the terminal does not reach it
-            child = subprocess.Popen(
-                command, stdin=nothing, stdout=nothing, stderr=errors, start_new_session=True
-            )
+            child = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=errors)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)

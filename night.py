@@ -4,9 +4,9 @@ Repeat a command until it is done, or until a signal stops it.
     python night.py train.py config/fast.py      a first word in .py runs with this Python
     python night.py torchrun --standalone --nproc_per_node=2 train.py config/fast.py
 
-Every launch continues the run. After an error or a crash, this launches it again in five minutes.
-It gives up after five launches in a row of less than nine minutes, in which no save was due. It
-passes signals on to the command, waits for its end, and exits with its code.
+Every launch continues the run. After an error or a crash, this launches it again in five minutes,
+but gives up after five launches in a row of less than nine minutes. At a signal it stops the
+command by SIGTERM, waits for its end, and exits with its code.
 """
 
 import signal

@@ -17,6 +17,7 @@ begun.
 
 import math
 import time
+from dataclasses import replace
 from signal import Signals
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -40,8 +41,8 @@ from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, take_averages
 from run.checkpoint import Progress, State
 from run.clock import Clock, training_hours
-from run.log import Log, evaluation_line, origin_lines
-from run.start import check_complete, check_data, choose_run, open_data
+from run.log import Log, evaluation_line
+from run.start import check_complete, check_data, choose_run, open_data, origin_lines
 
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
@@ -90,6 +91,7 @@ def main(argv: list[str]) -> int:
     clock = Clock(began, hw.synchronize, state)
     log = Log(c, clock, hw, data, model, progress, folder)
     log.begin(about)
+    saved = replace(progress) if state.is_run else None  # what the newest checkpoint holds
     del state  # frees the loaded checkpoint
 
     # Compiled code is compared with eager code in float32. If it fails or is wrong, the run ends
@@ -105,16 +107,16 @@ def main(argv: list[str]) -> int:
     def evaluate() -> None:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
             measured = estimate_loss(model, data, c, hw)
-            progress.record(measured["val_loss"])
+            progress.val_loss = measured["val_loss"]
             log.report_eval(progress, measured)
 
     def save() -> None:
+        nonlocal saved
         with clock.pause("checkpoints"):
             end_if_diverged(model, progress)
-            progress.saved = True  # as the file will say of itself
             state = state_to_save(c, progress, data, model, optimizer, scaler, clock, hw)
-            ranks.on_main(folder.save, state)
-            log.report_save(progress)
+            log.report_save(progress, *ranks.on_main(folder.save, state))
+        saved = replace(progress)
 
     # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
     # the same command continues from the newest checkpoint
@@ -128,7 +130,7 @@ def main(argv: list[str]) -> int:
         if progress.val_loss is None and evaluation_due(c, it):
             evaluate()
             continue  # look at the clock and for a signal again, because this may take minutes
-        if save_due(c, progress, since_save):
+        if progress != saved and save_due(c, progress, since_save):
             save()
             if progress.val_loss is not None:
                 log.sample(it)
@@ -163,7 +165,7 @@ def main(argv: list[str]) -> int:
         progress.complete = True
         save()
         log.sample(it)
-    elif not progress.saved:
+    elif progress != saved:
         save()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over or Signals(signal).name, progress)
@@ -191,18 +193,18 @@ def train_step(
     is_ddp = isinstance(model, DistributedDataParallel)
     total_loss = torch.zeros((), device=micro_batches[0][0].device)
     # Weigh each micro-batch by its targets. The mean over all micro-batches, which the division by
-    # accum and DDP take, is then the mean over all targets. If none is masked, each weight is 1.0
-    targets = torch.stack([count_targets(*y) for _, *y in micro_batches])
-    all_targets, all_micro_batches = targets.sum(), accum
+    # accum and DDP take, is then the mean over all targets. If none is masked, each share is 1.0
+    counts = torch.stack([count_targets(*targets) for _, *targets in micro_batches])
+    all_targets, all_micro_batches = counts.sum(), accum
     if is_ddp:
         torch.distributed.all_reduce(all_targets, group=model.process_group)
         all_micro_batches *= model.process_group.size()
-    shares = targets * all_micro_batches / (all_targets + (all_targets == 0))
-    for micro_step, (x, *y) in enumerate(micro_batches):
+    shares = counts * all_micro_batches / (all_targets + (all_targets == 0))
+    for micro_step, (x, *targets) in enumerate(micro_batches):
         if is_ddp:  # average gradients across ranks once per iteration, in the last backward pass
             model.require_backward_grad_sync = micro_step == accum - 1
         with autocast:
-            loss = shares[micro_step] * model(x, *y)
+            loss = shares[micro_step] * model(x, *targets)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
         total_loss += loss.detach()
 
@@ -249,9 +251,9 @@ def evaluation_due(c: Config, it: int) -> bool:
 def save_due(c: Config, progress: Progress, since_save: float) -> bool:
     """
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
-    ten minutes, but not before the first iteration, and never the same state twice.
+    ten minutes, but not before the first iteration. This is asked of what is not saved yet.
     """
-    if progress.iter_num == 0 or progress.saved:
+    if progress.iter_num == 0:
         return False
     if progress.val_loss is not None:
         return True
@@ -354,7 +356,7 @@ def sum_losses(model, micro_batches: list[Batch], hw: Hardware) -> tuple[float, 
     for n, batch in enumerate(micro_batches):
         with hw.autocast():
             means[n] = model(*(part.to(hw.device) for part in batch))
-    counts = [count_targets(*y).item() for _, *y in micro_batches]
+    counts = [count_targets(*targets).item() for _, *targets in micro_batches]
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
     sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
     return math.fsum(sums), sum(counts)

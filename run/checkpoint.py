@@ -39,17 +39,12 @@ class Progress:
     tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
     val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
     complete: bool = False  # whether the run was over, so that these weights are final
-    saved: bool = False  # whether a checkpoint holds these weights with their val_loss
 
     def advance(self, tokens: int) -> None:
         """Count an iteration that trained on so many tokens."""
         self.iter_num += 1
         self.tokens += tokens
-        self.val_loss, self.complete, self.saved = None, False, False
-
-    def record(self, val_loss: float) -> None:
-        """Record an evaluation of the current weights."""
-        self.val_loss, self.saved = val_loss, False
+        self.val_loss, self.complete = None, False
 
 
 @dataclass
@@ -112,7 +107,6 @@ def state_of(path: Path, saved: dict) -> State:
 
 
 FORMAT = 5  # raise this when older checkpoints cannot be resumed any more; they are then refused
-TEMPORARIES = ("ckpt-*.pt", "loss.png")  # files that replacing() writes
 
 
 def write(state: State, path: Path) -> None:
@@ -261,8 +255,6 @@ class RunFolder:
         self.keep = keep  # how many of the newest checkpoints to keep, besides the best
         self.lock_file: BinaryIO | None = None
         self.has_warned = False  # that the disk does not take a log's line
-        self.size = 0  # bytes of the newest checkpoint
-        self.is_best = False  # whether that one has the lowest validation loss
 
     def lock(self) -> None:
         """Lock the folder until this process ends. Raises OSError and UserError."""
@@ -275,7 +267,7 @@ class RunFolder:
         """
         Lock a new run's folder, delete temporary files and create the logs. In a new run, rename an
         earlier log. If it begins with a checkpoint, cut off the records that the run will write
-        again, and rename newer checkpoints, which are damaged. Raises OSError and UserError.
+        again, and rename newer checkpoints, which cannot be read. Raises OSError and UserError.
         """
         folder, it = self.path, state.progress.iter_num if state.is_run else -1
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,7 +277,7 @@ class RunFolder:
             if iteration(path) > it:
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
-        remove_temporaries(folder, *TEMPORARIES)
+        remove_temporaries(folder, "ckpt-*.pt", "loss.png")
         if not state.is_run:  # keep the logs of one that never saved, or that the user put there
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
                 set_aside(folder / name)
@@ -300,11 +292,11 @@ class RunFolder:
             raise
         keep_transcript(lambda text: self.append("log.txt", text))
 
-    def save(self, state: State) -> None:
+    def save(self, state: State) -> tuple[int, bool]:
         """
-        Write the newest checkpoint. Older checkpoints are deleted before the write to
-        make room, but the newest and the best one stay until it has succeeded. Raises UserError if
-        the disk is full, failing or missing.
+        Write the newest checkpoint. Older checkpoints are deleted before the write to make room,
+        but the newest and the best one stay until it has succeeded. Returns its bytes, and whether
+        it is the best. Raises UserError if the disk is full, failing or missing.
         """
         path = self.path / checkpoint_name(state.progress.iter_num)
         try:
@@ -312,23 +304,23 @@ class RunFolder:
             with open(self.path / "metrics.jsonl", "ab") as log:
                 os.fsync(log.fileno())  # a resume would not repeat the evaluation that it records
             write(state, path)
-            self.is_best = self.prune(self.keep) == [path]
-            self.size = path.stat().st_size
+            is_best = self.prune(self.keep) == path and state.progress.val_loss is not None
+            return path.stat().st_size, is_best
         except OSError as error:
             hint = "once that is fixed, the same command continues"
             raise UserError(f"{path}: is not saved ({error.strerror}); {hint}") from None
 
-    def prune(self, keep: int) -> list[Path]:
+    def prune(self, keep: int) -> Path | None:
         """
         Delete all checkpoints but the newest `keep`, the best one and those that cannot be read.
-        Returns the best one, if there is any, in a list.
+        Returns the best one.
         """
         ranked = by_loss(self.path)
         for path in newest_first(self.path)[keep:]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
                 if path in ranked[1:]:
                     path.unlink(missing_ok=True)
-        return ranked[:1]
+        return ranked[0] if ranked else None
 
     def append(self, name: str, line: str) -> None:
         """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""

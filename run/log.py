@@ -29,15 +29,14 @@ from common.console import (
 )
 from common.files import plain
 from common.process import is_main, world_size
-from configurator import NOT_WEIGHTS, Config, config_values
+from configurator import Config, config_values
 from data.shards import Dataset
 from data.tokenizer import Tokenizer
 from machine.cost import count_flops
 from machine.hardware import Hardware
 from model import generate
-from run.checkpoint import Progress, RunFolder, State, checkpoint_name
+from run.checkpoint import Progress, RunFolder, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
-from run.start import SAME_RUN, changes
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
@@ -220,14 +219,11 @@ class Log:
         becomes = f"at iteration {it} each weight becomes its average over the last iterations"
         say(f"averages: training is complete; {becomes}")
 
-    def report_save(self, progress: Progress) -> None:
-        """Log a save, within its pause, and whether it is the best checkpoint so far."""
-        if not is_main():
-            return
+    def report_save(self, progress: Progress, size: int, is_best: bool) -> None:
+        """Log a save of so many bytes, within its pause, and whether it is the best so far."""
         it, seconds = progress.iter_num, self.clock.since_lap()
-        path, size = Path(self.config.out_dir, checkpoint_name(it)), self.folder.size
+        path = Path(self.config.out_dir, checkpoint_name(it))
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
-        is_best = self.folder.is_best and progress.val_loss is not None
         best = ", best checkpoint so far" if is_best else ""
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}{best}")
         record = dict(path=str(path), bytes=size, seconds=seconds)
@@ -341,28 +337,6 @@ def launch_command() -> str:
     if world_size() == 1:
         return command_line("python", *sys.argv)
     return f"torchrun ... {command_line(*sys.argv)}"
-
-
-def origin_lines(c: Config, state: State) -> list[str]:
-    """
-    Say from which checkpoint or weights a run begins, and which keys differ from the checkpoint's.
-    """
-    if not state.source and c.eval_only:
-        return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
-    if not state.source:
-        return [f"new run: {c.out_dir} holds no checkpoint"]
-    if not state.is_run:
-        return [f"weights: {state.source}"]
-    first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    lines = [f"resume: {state.source}, iteration {state.progress.iter_num:,}{first}"]
-    if c.eval_only:
-        return lines
-    changed = changes(c, state)
-    for name, before in changed.items():
-        lines.append(f"resume: {name} = {getattr(c, name)!r} (the checkpoint had {before!r})")
-    if not SAME_RUN >= changed.keys():
-        lines.append("resume: for a new run with these values, give another --out_dir")
-    return lines
 
 
 def perplexity(loss: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.console import UserError, raise_if_any
 from common.process import is_main, world_size
-from configurator import FIELDS, NOT_WEIGHTS, Config, read_config, resolve
+from configurator import FIELDS, NOT_WEIGHTS, Config, config_values, read_config, resolve
 from data.download import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
@@ -43,15 +43,11 @@ KEPT_UNLESS_SET = (
     "tokens_per_iter",
     "eval_tokens",
 )
-# Keys that make no other run: how long it trains, what it reports and keeps, how its machine
-# computes, and where its files are (check_data() compares what they hold)
-SAME_RUN = frozenset(
+# Keys of how a run trains. With other values a complete run's command asks for another run
+HYPERPARAMETERS = frozenset(
     """
-    max_iters hours lr_decay_iters
-    out_dir eval_interval eval_tokens eval_only sample_tokens checkpoint_interval keep_checkpoints
-    log_interval tracker wandb_project
-    dataset batch_size gradient_accumulation_steps tokens_per_iter flash loss_chunk
-    device dtype compile tf32 deterministic peak_tflops
+    dropout learning_rate muon_momentum weight_decay beta1 beta2 grad_clip
+    lr_schedule decay_fraction warmup_iters min_lr
     """.split()
 )
 
@@ -133,18 +129,18 @@ def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
 
 def length_problems(c: Config, before: Config, state: State) -> list[str]:
     """
-    Return the problem if a resume asks for fewer hours than the run has trained for, or an
-    unfinished one for fewer iterations than it has done, because it would end without decaying the
+    Return the problem if the resume of an unfinished run asks for fewer hours than it has trained
+    for, or for fewer iterations than it has done, because it would end without decaying the
     learning rate.
     """
     hours, it = training_hours(state.ledger), state.progress.iter_num
     to_end = "to end soon with a decayed learning rate, give"
-    if c.eval_only:
+    if c.eval_only or state.progress.complete:
         return []
     if c.hours != before.hours and 0 < c.hours <= hours:
         problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
         return [f"hours: {problem}; {to_end} --hours={hours + 0.5:.1f}"]
-    if c.max_iters < it and not state.progress.complete:
+    if c.max_iters < it:
         problem = f"{c.out_dir} has done {it:,} iterations, you asked for {c.max_iters:,}"
         return [f"max_iters: {problem}; {to_end} --max_iters={it + it // 10 + 1}"]
     return []
@@ -184,7 +180,7 @@ def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config
 
 def changes(c: Config, state: State) -> dict[str, Any]:
     """Return what the checkpoint had for each key that now has another value."""
-    before = {name: state.config.get(name, f.default) for name, f in FIELDS.items()}
+    before = config_values(config_before(state))
     return {name: value for name, value in before.items() if getattr(c, name) != value}
 
 
@@ -193,11 +189,33 @@ def check_complete(c: Config, state: State) -> None:
     asked = [
         f"{name} = {getattr(c, name)!r} (it had {before!r})"
         for name, before in changes(c, state).items()
-        if name not in SAME_RUN
+        if name in HYPERPARAMETERS
     ]
     if asked:
-        problem = f"{c.out_dir} holds a complete run, you asked for {', '.join(asked)}"
+        problem = f"{c.out_dir} holds a complete run, but the command has {', '.join(asked)}"
         raise UserError(f"out_dir: {problem}; give another --out_dir")
+
+
+def origin_lines(c: Config, state: State) -> list[str]:
+    """
+    Say from which checkpoint or weights a run begins, and which keys differ from the checkpoint's.
+    """
+    if not state.source and c.eval_only:
+        return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
+    if not state.source:
+        return [f"new run: {c.out_dir} holds no checkpoint"]
+    if not state.is_run:
+        return [f"weights: {state.source}"]
+    first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
+    lines = [f"resume: {state.source}, iteration {state.progress.iter_num:,}{first}"]
+    if c.eval_only:
+        return lines
+    changed = changes(c, state)
+    for name, before in changed.items():
+        lines.append(f"resume: {name} = {getattr(c, name)!r} (the checkpoint had {before!r})")
+    if changed.keys() & HYPERPARAMETERS:
+        lines.append("resume: for a new run with these values, give another --out_dir")
+    return lines
 
 
 # -----------------------------------------------------------------------------

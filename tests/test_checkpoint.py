@@ -105,23 +105,23 @@ def test_checkpoints_below_a_name_that_is_not_utf8_are_read(tmp_path):
 def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_path):
     folder = RunFolder(tmp_path, keep=2)
 
-    def kept_after(it: int, loss: float | None) -> list[int]:
-        folder.save(state(it, loss))
+    def kept_after(it: int, loss: float | None, best: bool = False) -> list[int]:
+        assert folder.save(state(it, loss))[1] == best
         assert not [*tmp_path.glob("*.tmp")]
         return [*map(checkpoint.iteration, checkpoint.newest_first(tmp_path)[::-1])]
 
     assert kept_after(1, None) == [1]
-    assert kept_after(2, 4.0) == [1, 2] and folder.is_best
-    assert kept_after(3, math.nan) == [2, 3] and not folder.is_best
+    assert kept_after(2, 4.0, True) == [1, 2]
+    assert kept_after(3, math.nan) == [2, 3]
     assert kept_after(4, 5.0) == [2, 3, 4]
     assert kept_after(4, 4.5) == [2, 4]  # as a resume may do; no fourth file is needed
-    assert kept_after(5, None) == [2, 4, 5] and not folder.is_best
-    assert kept_after(6, 3.0) == [5, 6] and folder.is_best
+    assert kept_after(5, None) == [2, 4, 5]
+    assert kept_after(6, 3.0, True) == [5, 6]
     folder.keep = 1
     assert kept_after(7, 3.5) == kept_after(7, 3.5) == [6, 7]
-    assert kept_after(8, 2.0) == [8]
+    assert kept_after(8, 2.0, True) == [8]
     (tmp_path / checkpoint_name(8)).write_bytes(b"cut")  # it may be the best on a disk that fails
-    assert kept_after(9, 6.0) == [8, 9] and folder.is_best
+    assert kept_after(9, 6.0, True) == [8, 9]
 
 
 def test_a_disk_that_renames_onto_no_file_takes_a_checkpoint_twice(tmp_path, monkeypatch):

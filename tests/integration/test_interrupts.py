@@ -230,7 +230,7 @@ def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny,
 # Weights: the best, and those that are not saved
 
 
-def test_best_pt_has_the_lowest_logged_loss_across_a_resume(tiny, ran):
+def test_the_best_checkpoint_has_the_lowest_logged_loss_across_a_resume(tiny, ran):
     train(**tiny)
     train(**tiny | dict(learning_rate=0.3, min_lr=0.3, max_iters=24), init_from="resume")
     losses = dict(ran.evals("iter", "val_loss")[1:])  # untrained weights are not saved

@@ -6,7 +6,6 @@ log's lines say.
 import contextlib
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -49,9 +48,9 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
 
 
 def test_sizes_are_in_gb_of_a_billion_bytes_and_memory_in_gib(capsys):
-    log = MagicMock(folder=SimpleNamespace(size=1_494_000_000, is_best=False))
+    log = MagicMock()
     log.clock.since_lap.return_value = 0.9
-    Log.report_save(log, Progress(iter_num=500))
+    Log.report_save(log, Progress(iter_num=500), 1_494_000_000, False)
     assert ", 1.49GB, time 0.9s, " in capsys.readouterr().out
     used = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "").peak_memory_gib()
     if sys.platform == "linux":
