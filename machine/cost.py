@@ -106,9 +106,9 @@ def describe(model, vocab: int) -> str:
 def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
     """
     Return the bytes of GPU memory that training takes at its peak, by part. `dtype` is the matmuls'
-    dtype, such as "bfloat16". The estimate counts the tensors that autograd keeps;
-    docs/internals/memory_model.md explains each number, and tests/test_gpus.py checks them on a
-    CPU, and against torch's allocator on simulated GPUs.
+    dtype, such as "bfloat16". The estimate counts the tensors that autograd keeps.
+    tests/test_gpus.py checks it on a CPU, and against torch's allocator on simulated GPUs
+    (docs/internals/memory_model.md).
     """
     is_fast, compiled = isinstance(model, FastConfig), config.compile
     tokens = batch_size * model.block_size

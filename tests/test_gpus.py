@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import slow, slow_but
-from doc_pages import plan, read
+from doc_pages import read
 from program import FAST, ROOT
 from training_setup import TrainingSetup
 
@@ -25,7 +25,6 @@ from model import GPTConfig
 from model_fast import build_model, model_config
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
-N = 124_373_760  # parameters of GPT-2 124M
 CONFIG_FILES = [path for path in sorted((ROOT / "config").glob("*.py")) if "GiB" in read(path)]
 # The rows of simulated GPUs (docs/internals/simulated_gpus.md) for our GPT-2 with AdamW. Those with
 # Muon were simulated with the recipe of 3,250 iterations, whose optimizer kept no averages.
@@ -38,21 +37,6 @@ SIMULATED = {
 
 def model_of(config: Config) -> GPTConfig:
     return model_config(config, 50257)
-
-
-def test_the_example_in_memory_model_md_shows_plans_figures():
-    """Show the formulas and sizes that plan computes for gpt124m_4070 on an RTX 4070."""
-    text = read("docs/internals/memory_model.md")
-    rows = {r[0]: r[1:] for r in re.findall(r"^\| (\S+) \| (.*?) ?\| (\S+) \|$", text, re.M)}
-    p = plan("gpt124m_4070", "--gpu=4070")
-    for name, gib in p["vram_parts_gib"].items():
-        formula, shown = rows[name]
-        assert float(shown) == pytest.approx(gib * GIB / 1e9, abs=0.0051), name
-        if name not in ("fragmentation", "context"):
-            assert eval(formula, dict(N=N)) == pytest.approx(gib * GIB, rel=1e-12), name
-    gib, shown = rows["**sum**"]
-    assert shown == f"**{p['vram_gib'] * GIB / 1e9:.2f}**"
-    assert gib == f"{p['vram_gib']:.1f} GiB"
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_figures_of_a_plan_equal_those_computed_by_hand(words, figures):
 
 
 # -----------------------------------------------------------------------------
-# Memory, in bytes; docs/internals/memory_model.md has the formulas, which test_gpus.py checks for
+# Memory, in bytes; machine/cost.py has the formulas, which test_gpus.py checks for
 # GPT-2 with AdamW
 
 TOKENS = 8 * 1024
