@@ -35,7 +35,7 @@ PCIE_GBS = 12
 CHECKPOINT_BYTES_PER_SEC = 0.5e9  # assumed
 # A model narrower than PUBLISHED_WIDTH reaches a lower MFU: the likely one times
 # (n_embd / 768) ** 0.25, the lowest times (n_embd / 768) ** 0.4. Public pairs of runs have 0.84 and
-# 0.76 for half the width (docs/plan.md, and llm-foundry's benchmarks on A100s).
+# 0.76 for half the width (results/public_runs, and llm-foundry's benchmarks on A100s).
 LIKELY_POWER, LOWEST_POWER = 0.25, 0.4
 
 
