@@ -189,11 +189,22 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+def exit_with(code: int) -> NoReturn:
+    """
+    Exit with `code`. After Ctrl-C, end as Python does after a KeyboardInterrupt, killed by SIGINT:
+    a shell also calls that 130, and then ends its loop, too.
+    """
+    if code == 128 + signal.SIGINT and sys.platform != "win32":
+        sys.excepthook = lambda *error: None  # print no traceback
+        raise KeyboardInterrupt
+    sys.exit(code)
+
+
 def run_main(
     main: Callable[[list[str]], int | None],
     memory_hint: str = "close other programs",
     before_error: Callable[[], None] = lambda: None,
-    end_process: Callable[[int], NoReturn] = sys.exit,
+    end_process: Callable[[int], NoReturn] = exit_with,
 ) -> None:
     """
     Run a script's main(argv) and exit: with 0 or what main() returns, with 1 after any error. A

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import UserError, one_line, print_in_handler
+from common.console import UserError, exit_with, one_line, print_in_handler
 from common.process import ASK_TO_STOP, is_main, local_rank, rank, world_size
 
 
@@ -121,7 +121,7 @@ def end_process(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
+    exit_with(code)
 
 
 SAME_STOP = 0.5  # seconds within which two signals are one, which `timeout` or torchrun sends twice

@@ -213,6 +213,8 @@ def run(arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
         code = exit.code or 0
         if not isinstance(code, int):
             raise
+    except KeyboardInterrupt:  # Python then kills itself, which a shell calls 130
+        code = 130
     if "WHOLE_END" in environment:
         sys.exit(code)
     # what Python does at exit, except for freeing a million objects

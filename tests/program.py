@@ -101,6 +101,8 @@ def run(script: str, *arguments) -> Result:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as end:
             code = int(end.code or 0)
+        except KeyboardInterrupt:  # Python then kills itself, which a shell calls 130
+            code = 130
     return Result(code, *(file.buffer.getvalue().decode() for file in (out, err)))
 
 

@@ -69,6 +69,14 @@ def test_ctrl_c_while_a_script_imports_its_libraries_prints_nothing():
     assert (ended.code, ended.err) == (-signal.SIGINT, "")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_script_that_ctrl_c_has_stopped_is_killed_by_sigint():
+    """Bash ends a loop only then; otherwise one over rates would go on with the next rate."""
+    stopped = "import signal; from common.console import run_main; run_main(lambda argv: 130)"
+    ended = finish(start("-c", stopped, cold=True))
+    assert (ended.code, ended.err) == (-signal.SIGINT, "")
+
+
 def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, ran, tmp_path):
     train(**tiny | dict(max_iters=4))
 
