@@ -59,7 +59,7 @@ class Config:
     Train a GPT. Ctrl-C saves and stops the run; the same command resumes it.
 
         python train.py config/gpt124m_4070.py --batch_size=4
-        python train.py config/quickstart.py --max_iters=500 --out_dir=out/short
+        python train.py config/quickstart.py --max_iters=100 --out_dir=out/short
     """
 
     # I/O

@@ -1,6 +1,6 @@
 # The night's recipe made small: config/fast.py's model and updates on the source code of
-# Python's standard library, one byte per token. Takes about a minute on two idle CPU cores
-# with fast bfloat16, and longer on those that have only AVX2 (results/README.md).
+# Python's standard library, one byte per token. We estimate half a minute on two idle CPU cores
+# with fast bfloat16, and a minute on those that have only AVX2 (results/README.md).
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
 dataset = "python_stdlib"  # made on the first run, in seconds, from your Python's own source files
@@ -21,14 +21,14 @@ weight_decay = 0.001
 beta1 = 0.8
 grad_clip = 0.0
 
-max_iters = 500  # 1.0M bytes
+max_iters = 300  # 0.6M bytes
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7
 min_lr = 0.0
 
-eval_interval = 250
-eval_tokens = 131072  # half of the validation split
+eval_interval = 150
+eval_tokens = 65536  # a quarter of the validation split
 log_interval = 10
 sample_tokens = 300
 keep_checkpoints = 1

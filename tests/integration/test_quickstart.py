@@ -47,7 +47,7 @@ def test_the_quickstart_works_in_a_fresh_copy_without_a_network(tmp_path, monkey
     (figures,) = json.loads((home / "table.json").read_text())["runs"].values()
     assert (figures["best_val_loss"], figures["iterations"]) == (losses[1], 8)
     plan = told("bench.py", "plan", "config/quickstart.py", "--iter_seconds=0.1")
-    assert f"{500 * 16 * 128:,}" in plan
+    assert f"{300 * 16 * 128:,}" in plan
     told("convert.py", "out/quickstart", "hf")
     assert (home / "hf" / "model.safetensors").exists()
     assert (home / "out" / "quickstart" / "loss.png").exists()
