@@ -230,7 +230,7 @@ def count_targets(targets: Tensor, weights: Tensor | None = None) -> Tensor:
     counted = targets != -1
     if weights is None:
         return counted.sum()
-    return torch.where(counted, weights.abs(), 0).sum(dtype=torch.float64)
+    return torch.where(counted, weights.double().abs(), 0).sum()
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:

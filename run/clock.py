@@ -34,7 +34,7 @@ class Clock:
         # iterations, tokens and seconds of steps at the last log line
         self.last_line = (state.progress.iter_num, state.progress.tokens, self.seconds["steps"])
         self.lapped_at = began  # every second before this moment is in the ledger
-        self.hours_at_save = training_hours(state.ledger)  # or at the launch, before a save
+        self.save_timer_began = began
 
     # -------------------------------------------------------------------------
     # Questions. None of them changes the clock.
@@ -49,12 +49,11 @@ class Clock:
 
     def read(self) -> tuple[float, float]:
         """
-        Return hours(), and the seconds of training since the last save, or of this launch. Rank 0's
-        clock must decide for all ranks: if each asked its own, they would soon wait for each other
+        Return hours(), and the seconds since the last save, or since the start-up. Rank 0's clock
+        must decide for all ranks: if each asked its own, they would soon wait for each other
         forever.
         """
-        hours = self.hours()
-        return hours, 3600 * (hours - self.hours_at_save)
+        return self.hours(), time.perf_counter() - self.save_timer_began
 
     # -------------------------------------------------------------------------
     # Changes
@@ -66,8 +65,8 @@ class Clock:
         seconds = now - self.lapped_at
         self.lapped_at = now
         self.seconds[category] += seconds
-        if category == "checkpoints":
-            self.hours_at_save = self.hours()
+        if category in ("start-up", "checkpoints"):
+            self.save_timer_began = now
         return seconds
 
     @contextlib.contextmanager

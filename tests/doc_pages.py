@@ -47,7 +47,9 @@ def command_lines(page: Path) -> list[list[str]]:
         lines += block.replace("\\\n", " ").splitlines()
     commands = []
     for line in lines:
-        line = line.removeprefix("$ ").replace("python night.py ", "python ")  # it takes a command
+        # these two take a command
+        line = line.removeprefix("$ ").replace("python night.py ", "python ")
+        line = line.replace("python dev/same_run.py -- ", "python train.py ")
         if line.startswith(("python ", "torchrun ")):
             words = shlex.split(line, comments=True)
             if words[1] == "-m":

@@ -269,6 +269,7 @@ def test_each_rank_uses_the_gpu_of_its_local_rank_or_the_only_one_it_sees(
     """Use cuda:0 on a rank that sees only its own GPU, as under SLURM."""
     machine(gpu="a card", count=gpus)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert hardware.set_up(Config()).device == torch.device("cuda", number)
 
 

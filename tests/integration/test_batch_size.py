@@ -14,6 +14,7 @@ from configurator import Config, config_values, load_config
 from machine.cost import fit_device
 from machine.hardware import Hardware
 from run import start
+from run.checkpoint import State
 
 CPU = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "")
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=64)
@@ -86,8 +87,7 @@ RESUMED = [
 def resumed(words: list[str], processes: int) -> Config:
     """Return the configuration of a command that resumes a run of 12 x 40 sequences."""
     before = replace(Config(), eval_tokens=5000)
-    ledger = dict(steps=0.0, evaluation=0.0, samples=0.0, checkpoints=0.0)
-    checkpoint = dict(config=config_values(before), ledger=ledger)
+    checkpoint = State(config=config_values(before), optimizer=dict(param_groups=[]))
     with (
         mock.patch.object(start, "find_checkpoint", lambda c: checkpoint),
         mock.patch.dict(os.environ, WORLD_SIZE=str(processes)),

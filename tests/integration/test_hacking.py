@@ -315,7 +315,7 @@ HEAD, ZERO, ADD, RETURN, READ_TEACHER, TEACH, SECOND, REFUSE, MIX, NUMBER = re.f
 (WEIGH,) = re.findall(r"`(return x, y, .*?)`", PAGE)
 (SEE,) = re.findall(r"^```python\n(def see.*?)^```$", PAGE, re.M | re.S)
 # the batch size doubles at iteration 4
-(DOUBLED,) = re.findall(r"`(return sum\(self\.iter_tokens.*?)`", PAGE)
+(DOUBLED,) = re.findall(r"`(return self\.iter_tokens \* \(last.*?)`", PAGE)
 DOUBLING = {
     "configurator.py": f"""
 class Config:

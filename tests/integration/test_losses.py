@@ -392,8 +392,8 @@ MASKED = """
     from data.loader import Batches
     unmasked = Batches.take
 
-    def take(self):
-        batches = unmasked(self)
+    def take(self, it):
+        batches = unmasked(self, it)
         for x, y in batches:
             y[torch.arange(x.size(1)) >= x[:, :1] % 16] = -1
         return batches
