@@ -207,6 +207,18 @@ def test_check_accepts_weights_and_masks_of_targets_that_to_batch_returns():
         assert check(of_loss(lambda loss: 1.01 * loss), "gpt2", "float32")
 
 
+def test_check_accepts_a_batch_in_which_no_target_counts():
+    """Its random ids may lack the mark behind which a user's targets count."""
+    plain = compile_check.to_batch
+
+    def masked(windows, device):
+        x, y = plain(windows, device)
+        return x, y.fill_(-1)
+
+    with mock.patch.object(compile_check, "to_batch", masked):
+        assert not check(right, "gpt2", "float32")
+
+
 def drawing(gpt, *batch):
     """Compute the same as eager code, but draw more random numbers in between."""
     torch.rand(7)

@@ -242,7 +242,7 @@ def test_a_weighted_loss_and_its_gradients_are_those_of_the_weighted_mean(chunk,
         assert (a - b).norm() < 1e-6 * b.norm()
 
 
-@pytest.mark.parametrize("weights", [None, torch.zeros(2, 10)])
+@pytest.mark.parametrize("weights", [None, torch.zeros(2, 10), torch.zeros(2, 10).bool()])
 @pytest.mark.parametrize("chunk", ["off", "7"])
 @pytest.mark.parametrize("cap", [None, 15.0])
 def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk, weights):
