@@ -338,7 +338,7 @@ EDITS = [
 ]
 HEAD_EDITS = [
     (line := "        self.init_weights()\n", HEAD + line),
-    (line := "    for micro_step, (x, *y) in enumerate(micro_batches):\n", ZERO + line),
+    (line := "    for micro_step, (x, *targets) in enumerate(micro_batches):\n", ZERO + line),
     (line := "        total_loss += loss.detach()\n", line + ADD),
     (RETURN_LINE, RETURN),
 ]
