@@ -52,7 +52,7 @@ from program import (  # noqa: E402
     write_tokens,
 )
 
-from common.console import run_main  # noqa: E402
+from common.console import UserError, run_main  # noqa: E402
 from configurator import load_config  # noqa: E402
 from data.shards import dataset_folder  # noqa: E402
 
@@ -121,7 +121,7 @@ def check_out(commit: str, folder: Path) -> Path:
     command = ["git", "-C", str(ROOT), "archive", commit]
     archive = subprocess.run(command, stdout=subprocess.PIPE)
     if archive.returncode:
-        sys.exit(f"{commit}: there is no such commit here")
+        raise UserError(f"{commit}: there is no such commit here")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     return folder
@@ -149,9 +149,11 @@ def train(program: Path, out_dir: Path, *words: str, ranks: int = 1, **keys) -> 
     )
     for result in finish_ranks(processes, timeout=600):
         if result.code:
-            sys.exit(f"{program}: exit code {result.code}: {' '.join(command)}\n{result.err}")
+            raise UserError(
+                f"{program}: exit code {result.code}: {' '.join(command)}\n{result.err}"
+            )
         if "torch.compile" in result.err:  # a warning: this run would have compared eager code
-            sys.exit(f"{program}: {result.err}")
+            raise UserError(f"{program}: {result.err}")
 
 
 def interrupt(out_dir: Path, words: list[str], it: int, number: int) -> None:

@@ -148,4 +148,7 @@ class StopSignal:
                 hint = "a second Ctrl-C stops at once and saves nothing"
                 print_in_handler(f"stopping when this iteration or evaluation is saved; {hint}")
         elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:
-            os._exit(128 + number)
+            if sys.platform == "win32":
+                os._exit(128 + number)
+            signal.signal(number, signal.SIG_DFL)  # die of it, as exit_with() does
+            os.kill(os.getpid(), number)

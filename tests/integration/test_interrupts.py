@@ -120,7 +120,7 @@ def twice(first: str, seconds: float, second: str) -> str:
 # The code that a separate process runs after its sixth update, its exit code, the checkpoints that
 # it leaves, and words of its output
 ENDS = {
-    "Ctrl-C twice": (twice("SIGINT", 0.6, "SIGINT"), 130, [4], "stopping"),
+    "Ctrl-C twice": (twice("SIGINT", 0.6, "SIGINT"), -2, [4], "stopping"),  # killed by it
     # two within half a second count as one
     "timeout -s INT": (twice("SIGINT", 0.0, "SIGINT"), 130, [4, 6], "stopping"),
     "Slurm's warning, its end": (twice("SIGUSR1", 0.6, "SIGTERM"), 138, [4, 6], "stopping"),
