@@ -109,7 +109,7 @@ def try_code(
         if is_out_of_memory(raised):
             raise
         # g++'s reason, such as a full /tmp, comes after its command line and 200 kB of warnings
-        reason = re.search("(fatal )?error: .{,300}", str(raised))
+        reason = re.search("(?<=: )(fatal )?error: .{,300}", str(raised))
         problem = reason[0] if reason else one_line(raised)
         return (compiles and missing_package()) or problem, (0.0, "")
     return compare(found, exact, rounding_of(hw))
