@@ -375,7 +375,7 @@ def evaluate_only(model, data: Dataset, c: Config, hw: Hardware, it: int) -> Non
 
 
 def end_if_skipping(skips: int) -> None:
-    """End the run after MAX_SKIPS skipped updates in a row, which no more iterations will mend."""
+    """End the run after MAX_SKIPS skipped updates in a row: more iterations will not help."""
     if skips >= MAX_SKIPS:
         hint = "try a lower learning_rate or --dtype=float32"
         raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")

@@ -25,7 +25,7 @@ from common.process import rank, world_size
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
-Batch = tuple[Tensor, ...]  # inputs and targets, and a weight for each target if they differ
+Batch = tuple[Tensor, ...]  # inputs, targets and, unless all targets count alike, their weights
 
 
 class ShuffledWindows:
@@ -100,7 +100,7 @@ class Batches:
         return accum
 
     def read_ahead(self, it: int) -> None:
-        """Read iteration `it`'s micro-batches, while the device works. take() raises errors."""
+        """Read iteration `it` ahead, while the device works. take() raises the errors."""
         with contextlib.suppress(OSError, UserError):
             self.read(it)
 

@@ -173,7 +173,7 @@ def own_runs(words: list[str], there: Path | None, folder: Path) -> dict[str, tu
     iters = load_config(words).max_iters
     dataset = dataset_folder(load_config(words).dataset).resolve()
     words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in words]
-    # none of this changes a run; `there` has no datasets
+    # These keys change no update. The dataset gets its full path, because `there` has none.
     words += flags(dataset=dataset, log_interval=1, checkpoint_interval=max(1, iters // 5))
     straight, resumed, theirs = (Run(folder / name) for name in ("straight", "resumed", "theirs"))
     train(ROOT, straight.out_dir, *words)

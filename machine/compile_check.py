@@ -108,7 +108,8 @@ def try_code(
     except Exception as raised:  # compilers, drivers and kernels raise all kinds of errors
         if is_out_of_memory(raised):
             raise
-        # g++'s reason, such as a full /tmp, comes after its command line and 200 kB of warnings
+        # torch's message gives g++'s command line and 200 kB of warnings before the reason, such as
+        # a full /tmp
         reason = re.search("(?<=: )(fatal )?error: .{,300}", str(raised))
         problem = reason[0] if reason else one_line(raised)
         return (compiles and missing_package()) or problem, (0.0, "")
