@@ -14,7 +14,7 @@ dropout = 0.1  # the text is read several times
 learning_rate = 3e-5  # far below the 6e-4 of training from scratch: the weights are already good
 min_lr = 3e-6
 warmup_iters = 10
-max_iters = 90  # epochs * tokens / 8192: 3.5 epochs of 1 MB of English
+max_iters = 90  # epochs * tokens / 8192; 90 are 3.5 epochs of 1 MB of English
 
 eval_interval = 15  # the checkpoint with the lowest val loss is kept
 eval_tokens = 16384

@@ -1,5 +1,6 @@
-# A small model for your own text, in bytes or a small BPE: five to ten minutes on two CPU cores. It
-# looks at the size of the text that --dataset names. docs/own_text.md gives the reasons.
+# Trains a small model on your own text, as bytes or with a small BPE, in five to ten minutes on two
+# CPU cores. The settings depend on the size of the text that --dataset names; docs/own_text.md
+# gives the reasons.
 # python data/prepare_text.py my_notes.txt
 # python train.py config/own_text.py --dataset=my_notes
 # python sample.py --out_dir=out/my_notes

@@ -25,7 +25,7 @@ from common.process import rank, world_size
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
-Batch = tuple[Tensor, ...]  # inputs, targets and, unless all targets count alike, their weights
+Batch = tuple[Tensor, ...]  # inputs, targets and, if some targets count more, their weights
 
 
 class ShuffledWindows:
@@ -100,7 +100,7 @@ class Batches:
         return accum
 
     def read_ahead(self, it: int) -> None:
-        """Read iteration `it` ahead, while the device works. take() raises the errors."""
+        """Read iteration `it` in advance, while the device works. Errors are left to take()."""
         with contextlib.suppress(OSError, UserError):
             self.read(it)
 

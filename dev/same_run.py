@@ -22,7 +22,6 @@ The comparison uses only command lines, metrics.jsonl and checkpoints, so the co
 row `masked` also wraps to_batch() of data/loader.py.
 """
 
-import argparse
 import io
 import os
 import shutil
@@ -52,7 +51,7 @@ from program import (  # noqa: E402
     write_tokens,
 )
 
-from common.console import UserError, run_main  # noqa: E402
+from common.console import Parser, UserError, run_main  # noqa: E402
 from configurator import load_config  # noqa: E402
 from data.shards import dataset_folder  # noqa: E402
 
@@ -173,7 +172,7 @@ def own_runs(words: list[str], there: Path | None, folder: Path) -> dict[str, tu
     iters = load_config(words).max_iters
     dataset = dataset_folder(load_config(words).dataset).resolve()
     words = [str(Path(word).resolve()) if Path(word).is_file() else word for word in words]
-    # These keys change no update. The dataset gets its full path, because `there` has none.
+    # These keys do not change the training. `there` has no datasets, so give the full path.
     words += flags(dataset=dataset, log_interval=1, checkpoint_interval=max(1, iters // 5))
     straight, resumed, theirs = (Run(folder / name) for name in ("straight", "resumed", "theirs"))
     train(ROOT, straight.out_dir, *words)
@@ -215,7 +214,10 @@ def differences(theirs: Run, ours: Run, iterations: int) -> Iterator[str]:
 def main(words: list[str]) -> int:
     end = words.index("--") if "--" in words else len(words)
     own = words[end + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = Parser(
+        usage="python dev/same_run.py [COMMIT] [--rows ROWS] [-- COMMAND LINE]",
+        description="\n\n".join(__doc__.split("\n\n")[:3]),
+    )
     parser.add_argument("commit", nargs="?" if own else None)
     parser.add_argument("--rows", default=",".join(ROWS), help="rows to compare: %(default)s")
     arguments = parser.parse_args(words[:end])

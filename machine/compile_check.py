@@ -131,7 +131,7 @@ def run_code(model, blocks: Sequence[Tensor], autocast) -> Results:
         model.train(mode == "training")
         for batch, count in zip(batches, counts, strict=True):
             with autocast, torch.set_grad_enabled(model.training):
-                loss = model(*batch) * (count / max(sum(counts), 1e-30))  # 0: nothing counts
+                loss = model(*batch) * (count / max(sum(counts), 1e-30))  # the sum may be 0
             if model.training:
                 (loss * LOSS_SCALE).backward()
             losses[mode] += loss.item()

@@ -150,5 +150,5 @@ class StopSignal:
         elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:
             if sys.platform == "win32":
                 os._exit(128 + number)
-            signal.signal(number, signal.SIG_DFL)  # die of it, as exit_with() does
+            signal.signal(number, signal.SIG_DFL)  # end by the signal itself, as exit_with()
             os.kill(os.getpid(), number)

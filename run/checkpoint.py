@@ -278,7 +278,7 @@ class RunFolder:
                 set_aside(path)  # prune() would count it among the newest
         # leftover temporary files could take the room that the next checkpoint needs
         remove_temporaries(folder, "ckpt-*.pt", "loss.png")
-        if not state.is_run:  # keep logs of a run that never saved, or of the user
+        if not state.is_run:  # keep the user's files and those of a run that never saved
             for name in ("metrics.jsonl", "log.txt", "loss.png"):
                 set_aside(folder / name)
         # create both logs, or find that they cannot be written

@@ -47,7 +47,7 @@ def command_lines(page: Path) -> list[list[str]]:
         lines += block.replace("\\\n", " ").splitlines()
     commands = []
     for line in lines:
-        # each of these two scripts runs another command
+        # both scripts run the command that follows
         line = line.removeprefix("$ ").replace("python night.py ", "python ")
         line = line.replace("python dev/same_run.py -- ", "python train.py ")
         if line.startswith(("python ", "torchrun ")):

@@ -18,7 +18,7 @@ def clock_at(seconds: float, monkeypatch, state: State | None = None) -> Clock:
 
 
 def test_the_save_timer_counts_from_the_start_up_and_then_from_the_end_of_a_save(monkeypatch):
-    """A start-up may download for an hour, and compile."""
+    """The start-up is left out, because it may download for an hour."""
     clock = clock_at(0, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: 3600.0)
     clock.lap("start-up")

@@ -208,7 +208,7 @@ def test_check_accepts_weights_and_masks_of_targets_that_to_batch_returns():
 
 
 def test_check_accepts_a_batch_in_which_no_target_counts():
-    """Its random ids may lack the mark behind which a user's targets count."""
+    """A user may count only targets after a special token, which random ids may not contain."""
     plain = compile_check.to_batch
 
     def masked(windows, device):
