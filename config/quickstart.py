@@ -1,6 +1,6 @@
 # The night's recipe made small: config/fast.py's model and updates on the source code of
-# Python's standard library, one byte per token. A run took 86 s on two CPU cores that have only
-# AVX2; with fast bfloat16 we estimate half a minute (results/README.md).
+# Python's standard library, one byte per token. A run took 40 s on two CPU cores with fast
+# bfloat16, and 86 s on two that have only AVX2 (results/README.md).
 # python train.py config/quickstart.py
 out_dir = "out/quickstart"
 dataset = "python_stdlib"  # made on the first run, in seconds, from your Python's own source files
