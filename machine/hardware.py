@@ -114,10 +114,12 @@ def check_device(config: Config) -> None:
     wanted = config.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
         raise UserError(f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu")
+    version, anyway = f"torch {torch.__version__}", "--device=cpu trains without one"
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"device: mps, but {version} sees no Apple GPU ({anyway})")
     kind, _, number = wanted.partition(":")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs"
-        anyway = "--device=cpu trains without one"
+        seen = f"{version} sees {torch.cuda.device_count()} CUDA GPUs"
         raise UserError(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
 
 
