@@ -144,7 +144,7 @@ def test_says_whether_the_micro_batch_fits(gpu, fits):
 def test_fine_tuning_a_run_is_planned_with_the_runs_size(tiny):
     train(**tiny | dict(n_embd=64, max_iters=0))
     sources = (f"--dataset={tiny['dataset']}", f"--init_from={tiny['out_dir']}")
-    p = plan("quickstart", "--gpu=4070", *sources)
+    p = plan("finetune_gpt2", "--gpu=4070", *sources)
     assert p["params"] == records(tiny["out_dir"], "start")[0]["parameters"]
 
 

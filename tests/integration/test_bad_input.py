@@ -122,6 +122,7 @@ TOOLS = [
     ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
     ("bench.py plan tiny.py --iter_seconds=2,0", "iter_seconds '2,0'"),
     ("bench.py plan tiny.py --peak_tflops=0", "gpu peak --gpu=NAME --iter_seconds"),
+    ("bench.py plan tiny.py --gpu=4070 --init_from=run --n_layer=3", "--n_layer=2"),
     ("compare.py", "required"),
     ("compare.py empty", "metrics.jsonl out/quickstart"),
     ("compare.py book.txt", "no iteration out/quickstart"),
