@@ -218,8 +218,7 @@ def measure_rows(keys: list[str], rows: list[tuple[str, str]], seconds: float) -
         for config, (name, _) in zip(configs, rows, strict=True):
             wait = ", a minute or two" if config.compile else ""
             say(f"row {len(measured) + 1} of {len(rows)}: {name}{wait}")
-            figures: dict = dict(name=name, batch_size=config.batch_size, tokens_per_sec=None)
-            figures["gradient_accumulation_steps"] = config.iter_sequences // config.batch_size
+            figures: dict = dict(name=name, tokens_per_sec=None)
             try:
                 figures |= measure(config, seconds)
             except UserError as error:
@@ -240,21 +239,20 @@ def measure_rows(keys: list[str], rows: list[tuple[str, str]], seconds: float) -
 def print_rows(rows: list[dict]) -> None:
     table = [["", "batch", "iteration", "tokens/s", "gain", "total", "MFU", "memory", "compile"]]
     for row in rows:
-        batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         if row["tokens_per_sec"] is None:
-            table.append([row["name"], batch, "failed", *[""] * 6])
+            table.append([row["name"], "", "failed", *[""] * 6])
             continue
+        batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
         speed += [f"{row[key]:.2f}x" for key in ("gain", "total_gain")]
         memory = "n/a" if row["mem_gib"] is None else f"{row['mem_gib']:.2f} GiB"
-        load = [percent(row["mfu"]), memory, f"{row['compile_seconds']:.0f} s"]
-        table.append([row["name"], batch, *speed, *load])
         machine = row["machine"]
-        peak = f"{machine['peak_tflops']:.3g} TFLOP/s in {machine['dtype']}"
+        mfu = f"{percent(row['mfu'])} of {machine['peak_tflops']:.3g}"  # a dtype has its own peak
+        table.append([row["name"], batch, *speed, mfu, memory, f"{row['compile_seconds']:.0f} s"])
         of_cpu = f", {machine['threads']} CPU threads" if machine["device_type"] == "cpu" else ""
-        device = f"{machine['device']}{of_cpu}, torch {machine['torch']}, peak {peak}"
+        device = f"{machine['device']}{of_cpu}, torch {machine['torch']}"
         source = machine["peak_source"]
-    say(f"{device} ({source})", *table_lines(table))
+    say(f"{device}; MFU of the peak in TFLOP/s ({source})", *table_lines(table))
 
 
 # -----------------------------------------------------------------------------
