@@ -79,7 +79,7 @@ def prepare(job: Job, workers: int) -> None:
     Fill job.folder, or continue where an earlier launch stopped, tokenizing on `workers` threads,
     and print what it holds. Raises UserError, also if reading or writing fails on the way.
     """
-    check_folder(job)  # before anything is written
+    read_begun(job.folder, **job.made_from)  # refuses before anything is written
     job.folder.mkdir(parents=True, exist_ok=True)
     keep_awake()
     try:
@@ -102,9 +102,13 @@ def prepare(job: Job, workers: int) -> None:
 def read_begun(folder: Path, **asked) -> dict:
     """
     Return the manifest of a folder in which an earlier launch has finished a shard, or {}. Raises
-    UserError if the manifest has other values than those asked for.
+    UserError if the manifest has other values than those asked for, or if another program's files
+    are there.
     """
-    if "manifest.json" not in names_in(folder):
+    names = names_in(folder)
+    if "manifest.json" not in names:
+        if "tokenizer.json" in names or any(name.endswith(".bin") for name in names):
+            raise UserError(f"{folder}: holds files from another program; give another --out")
         return {}
     manifest = read_manifest(folder)
     if manifest.get("complete") is False and not manifest["shards"]:
@@ -113,17 +117,6 @@ def read_begun(folder: Path, **asked) -> dict:
         problem = f"was made from other text or with other flags ({', '.join(differs)})"
         raise UserError(f"{folder}: {problem}; give another --out")
     return manifest
-
-
-def check_folder(job: Job) -> None:
-    """Raise UserError if the folder holds anything but what this job makes."""
-    folder = job.folder
-    if read_begun(folder, **job.made_from):
-        return
-    names = names_in(folder)
-    has_files = any(name.endswith(".bin") for name in names) or "tokenizer.json" in names
-    if has_files and "manifest.json" not in names:
-        raise UserError(f"{folder}: holds files from another program; give another --out")
 
 
 def begin_or_continue(job: Job) -> dict:
