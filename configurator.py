@@ -219,7 +219,7 @@ def last_wins(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     """
     Translate nanoGPT's key names into ours, but for eval_iters, which needs the batch. `found`
-    holds what a file, the flags or a checkpoint set. If it sets both names, ours wins.
+    holds what a file or the flags set. If it sets both names, ours wins.
     """
     keys = {n: v for n, v in found.items() if n not in NANOGPT_FIELDS or n == "eval_iters"}
     if "wandb_log" in found:
@@ -354,18 +354,6 @@ def batch_problems(c: Config, processes: int, before: Config | None) -> list[str
         hint = "use another number of processes" if before else f"use {nearest}"
         return [f"tokens_per_iter: {problem}; {hint}"]
     return []
-
-
-def batch_sizes(c: Config, processes: int) -> list[int]:
-    """Return the sizes of micro-batches, up to batch_size, that an iteration divides into."""
-    sequences = c.iter_sequences // processes
-    return [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]
-
-
-def with_batch(c: Config, batch_size: int) -> Config:
-    """Return the config with micro-batches of this size and as many sequences per iteration."""
-    accumulation = c.iter_sequences // batch_size
-    return replace(c, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
 def model_problems(c: Config) -> list[str]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.console import say, short, warn
 from common.process import world_size
-from configurator import Config, batch_sizes, with_batch
+from configurator import Config
 from machine.gpus import GIB
 from machine.hardware import WINDOWS_DRIVER, Hardware
 from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
@@ -199,11 +199,14 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     """
     if not c.tokens_per_iter and c.gradient_accumulation_steps % processes == 0:
         return c
-    sizes = batch_sizes(c, processes)
-    if not memory:
-        return with_batch(c, max(n for n in sizes if n <= CPU_BATCH))
-    needed = {n: sum(memory_bytes(c, model, dtype, n).values()) for n in sizes}
-    return with_batch(c, max((n for n in sizes if needed[n] <= memory), default=1))
+    sequences = c.iter_sequences // processes
+    sizes = [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]
+    if memory:
+        fits = [n for n in sizes if sum(memory_bytes(c, model, dtype, n).values()) <= memory]
+    else:
+        fits = [n for n in sizes if n <= CPU_BATCH]
+    chosen = max(fits, default=1)
+    return replace(c, batch_size=chosen, gradient_accumulation_steps=c.iter_sequences // chosen)
 
 
 def fit_device(c: Config, vocab: int, hw: Hardware, sizes: dict) -> Config:
