@@ -173,8 +173,7 @@ def judge_by_band(run: Run, band: Run) -> str:
 
 def is_finished(run: Run) -> bool:
     """Return whether a run was trained to its end, and its log has the last evaluation."""
-    # records of saves have `complete`; in older runs only the reason of the end says it
-    is_complete = run.end.get("complete", run.end.get("reason") in ("max_iters", "hours"))
+    is_complete = run.end.get("complete", False)
     last = {run.iterations, run.end.get("iter")}  # reached, saved, and evaluated
     return run.is_published or (is_complete and last == {*run.eval["iter"][-1:]})
 

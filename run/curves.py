@@ -18,7 +18,7 @@ import numpy as np
 
 from common.console import UserError, one_line, short
 from common.files import read_record, read_text, replacing
-from configurator import FIELDS, from_nanogpt
+from configurator import FIELDS
 
 # What becomes columns of the records of iterations and evaluations
 STEP = "iter tokens tokens_after hours loss lr step_ms tokens_per_sec mfu mem_gib compile_seconds"
@@ -45,20 +45,21 @@ class Run:
     there was one. `step` and `eval` are columns, ordered by iteration: one array per value, NaN if
     unknown. Only published means of several runs have a band of val losses, from `low` to `high`.
     `others` names the numbers that only this run's evaluations have; they are columns too.
-    `config` has the keys of the last launch, but says from which weights the first one began.
+    `config` has the keys of the last launch.
     `iterations`, `tokens` and `hours` are None if unknown; `hours` includes iterations,
     evaluations, samples and saves.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
         self.name = name
+        self.start: dict = {}
         self.end: dict = {}
-        starts, steps = [], array("d")
+        steps = array("d")
         evals = {}  # by iteration; a run that is killed or continued may evaluate one twice
         for record in records:
             kind = record.get("kind")
             if kind == "start":
-                starts.append(record)
+                self.start = record
             elif kind == "step":
                 steps.extend(number(record.get(key)) for key in STEP.split())
             elif kind == "eval":
@@ -72,10 +73,7 @@ class Run:
         rows = ([number(record.get(key)) for key in columns] for record in evals.values())
         values = array("d", itertools.chain.from_iterable(rows))
         self.step, self.eval = to_columns(steps, STEP.split()), to_columns(values, columns)
-        self.start = starts[-1] if starts else {}
         self.config = config_of(self.start)
-        if "init_from" in self.config:
-            self.config["init_from"] = config_of(starts[0])["init_from"]
         # take the highest of all records; a step record at N means N + 1 iterations
         self.iterations = self.highest(self.step["iter"] + 1, "iter", "iters")
         self.tokens = self.highest(self.step["tokens_after"], "tokens", "tokens")
@@ -154,10 +152,10 @@ def to_columns(values: array, names: list[str]) -> dict[str, np.ndarray]:
 
 def config_of(start: dict) -> dict:
     """
-    Return a start record's keys under today's names. Keys that are missing get their defaults,
-    except in a published run, whose facts stand beside its keys.
+    Return a start record's keys. Keys that are missing get their defaults, except in a published
+    run, whose facts stand beside its keys.
     """
-    values = from_nanogpt(start.get("config") or {})
+    values = start.get("config") or {}
     if start.get("program") == PUBLISHED:
         return {name: value for name, value in values.items() if name in FIELDS}
     return values and {name: f.default for name, f in FIELDS.items()} | values
