@@ -8,7 +8,7 @@ vocabulary of V tokens.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,10 +185,8 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         if product_dtype(x) == torch.bfloat16 and (x.is_cuda or torch.compiler.is_compiling()):
             x = x.bfloat16()  # as in llm.c; eager CPU code would sum norms' gradients in bfloat16
-        blocks = self.transformer.h
-        of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
-        for block, cache in zip(blocks, of_blocks, strict=True):
-            x = block(x, cache)
+        for n, block in enumerate(self.transformer.h):
+            x = block(x, caches[n] if caches else None)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ in comments: B sequences of T tokens, C = n_embd channels, nh heads of hs = C / 
 vocabulary of V tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -230,10 +229,8 @@ class FastGPT(nn.Module):
             x = x.bfloat16()
         x = self.transformer.drop(x)
         angles = self.angles(past, idx.size(1), idx.device)
-        blocks = self.transformer.h
-        of_blocks: Sequence[KVCache | None] = caches or [None] * len(blocks)
-        for block, cache in zip(blocks, of_blocks, strict=True):
-            x = block(x, angles, cache)
+        for n, block in enumerate(self.transformer.h):
+            x = block(x, angles, caches[n] if caches else None)
         return self.transformer.ln_f(x)
 
     def logits(self, x: Tensor) -> Tensor:
