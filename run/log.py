@@ -70,7 +70,7 @@ class Log:
         self.data = data
         self.model = model
         self.train_tokens = len(data.train)
-        self.flops_per_token = count_flops(model.config) if is_main() else None
+        self.flops_per_token = count_flops(model.config)
         self.folder = folder
         self.tracker: Any = None  # a run.tracker.Tracker
         self.tokenizer: Tokenizer | None = None  # of samples
