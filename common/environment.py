@@ -51,7 +51,6 @@ def cores_are_taken() -> bool:
 WINDOWS = sys.platform == "win32"
 WSL = "microsoft" in platform.release().lower()
 SPINS = sys.platform == "linux" and "OMP_WAIT_POLICY" not in os.environ
-CORES_ARE_TAKEN = SPINS and cores_are_taken()
 HAS_SEGMENTS = sys.platform == "linux" and not WSL and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 # Each variable's reason, name and value; None leaves it unset
@@ -60,7 +59,7 @@ VARIABLES = {
     # but beside other programs it may occupy the core that the others need. So sleep at once if the
     # cores are taken, and otherwise after 10,000 spins, about 0.1 ms, instead of libgomp's 300,000
     # (results/README.md).
-    "GOMP_SPINCOUNT": "0" if CORES_ARE_TAKEN else "10000" if SPINS else None,
+    "GOMP_SPINCOUNT": None if not SPINS else "0" if cores_are_taken() else "10000",
     # Most Windows users may not create symbolic links, and the hub's library would warn at length.
     "HF_HUB_DISABLE_SYMLINKS_WARNING": "1",
     # writer.py already uses threads. If the library did too, it would warn at every fork.
