@@ -6,11 +6,9 @@ draw runs: losses, speed and learning rate over tokens, and val loss over time.
 import ast
 import contextlib
 import csv
-import itertools
 import math
 import os
 import re
-from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,14 +52,14 @@ class Run:
         self.name = name
         self.start: dict = {}
         self.end: dict = {}
-        steps = array("d")
+        steps = []
         evals = {}  # by iteration; a run that is killed or continued may evaluate one twice
         for record in records:
             kind = record.get("kind")
             if kind == "start":
                 self.start = record
             elif kind == "step":
-                steps.extend(number(record.get(key)) for key in STEP.split())
+                steps.append([record.get(key) for key in STEP.split()])
             elif kind == "eval":
                 evals[record.get("iter")] = record
             elif kind in ("checkpoint", "end"):
@@ -70,9 +68,8 @@ class Run:
         found = {k for k, v in pairs if isinstance(v, int | float)}
         self.others = sorted(found - {*EVAL.split()})
         columns = [*EVAL.split(), *self.others]
-        rows = ([number(record.get(key)) for key in columns] for record in evals.values())
-        values = array("d", itertools.chain.from_iterable(rows))
-        self.step, self.eval = to_columns(steps, STEP.split()), to_columns(values, columns)
+        rows = [[record.get(key) for key in columns] for record in evals.values()]
+        self.step, self.eval = to_columns(steps, STEP.split()), to_columns(rows, columns)
         self.config = config_of(self.start)
         # take the highest of all records; a step record at N means N + 1 iterations
         self.iterations = self.highest(self.step["iter"] + 1, "iter", "iters")
@@ -80,8 +77,8 @@ class Run:
         self.hours = self.highest(self.step["hours"], "hours", "hours")
 
     def highest(self, step: np.ndarray, of_eval: str, of_end: str) -> float | None:
-        values: list = [step, self.eval[of_eval], [number(self.end.get(of_end))]]
-        return percentile(np.concatenate(values), 100)
+        end = np.array([self.end.get(of_end)], dtype=float)
+        return percentile(np.concatenate([step, self.eval[of_eval], end]), 100)
 
     @property
     def is_published(self) -> bool:
@@ -145,8 +142,8 @@ def read_csv(file: Path) -> list[dict]:
     return records
 
 
-def to_columns(values: array, names: list[str]) -> dict[str, np.ndarray]:
-    table = np.array(values).reshape(-1, len(names))
+def to_columns(rows: list[list], names: list[str]) -> dict[str, np.ndarray]:
+    table = np.array(rows, dtype=float).reshape(-1, len(names))  # None becomes NaN
     return dict(zip(names, table[np.argsort(table[:, 0], kind="stable")].T, strict=True))
 
 
@@ -159,11 +156,6 @@ def config_of(start: dict) -> dict:
     if start.get("program") == PUBLISHED:
         return {name: value for name, value in values.items() if name in FIELDS}
     return values and {name: f.default for name, f in FIELDS.items()} | values
-
-
-def number(value: float | None) -> float:
-    """Return a record's value as a float; NaN if the value is null or missing."""
-    return math.nan if value is None else float(value)
 
 
 def percentile(values: np.ndarray, q: float) -> float | None:
