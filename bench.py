@@ -206,7 +206,7 @@ def measure_rows(keys: list[str], rows: list[tuple[str, str]], seconds: float) -
     """
     Measure the config of these keys with the flags of each row, a pair of name and flags. Returns
     what --json writes: in each row, `gain` is the speedup over the row above, `total_gain` over the
-    first row. A row whose run failed has no speed, and no row's gain refers to it. Prints the
+    first row. A row whose run failed has no figures, and no row's gain refers to it. Prints the
     table, even after Ctrl-C.
     """
     configs = [load_config([*keys, *flags.split()]) for _, flags in rows]
@@ -237,22 +237,24 @@ def measure_rows(keys: list[str], rows: list[tuple[str, str]], seconds: float) -
 
 
 def print_rows(rows: list[dict]) -> None:
-    table = [["", "batch", "iteration", "tokens/s", "gain", "total", "MFU", "memory", "compile"]]
+    table = [["", "batch", "iteration", "tokens/s", "gain", "total", "MFU"]]
+    table[0] += ["of TFLOP/s", "memory", "compile"]
+    sources: set[str] = set()  # of the rows' peaks
     for row in rows:
         if row["tokens_per_sec"] is None:
-            table.append([row["name"], "", "failed", *[""] * 6])
+            table.append([row["name"], "", "failed", *[""] * 7])
             continue
         batch = f"{row['batch_size']} x {row['gradient_accumulation_steps']}"
         speed = [f"{row['step_ms']:,.1f} ms", f"{row['tokens_per_sec']:,.0f}"]
         speed += [f"{row[key]:.2f}x" for key in ("gain", "total_gain")]
         memory = "n/a" if row["mem_gib"] is None else f"{row['mem_gib']:.2f} GiB"
         machine = row["machine"]
-        mfu = f"{percent(row['mfu'])} of {machine['peak_tflops']:.3g}"  # a dtype has its own peak
-        table.append([row["name"], batch, *speed, mfu, memory, f"{row['compile_seconds']:.0f} s"])
+        load = [percent(row["mfu"]), f"{machine['peak_tflops']:.3g} in {machine['dtype']}", memory]
+        table.append([row["name"], batch, *speed, *load, f"{row['compile_seconds']:.0f} s"])
         of_cpu = f", {machine['threads']} CPU threads" if machine["device_type"] == "cpu" else ""
         device = f"{machine['device']}{of_cpu}, torch {machine['torch']}"
-        source = machine["peak_source"]
-    say(f"{device}; MFU of the peak in TFLOP/s ({source})", *table_lines(table))
+        sources.add(machine["peak_source"])
+    say(f"{device}; peaks in TFLOP/s ({', '.join(sorted(sources))})", *table_lines(table))
 
 
 # -----------------------------------------------------------------------------

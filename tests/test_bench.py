@@ -103,7 +103,7 @@ def test_bench_reports_the_median_of_the_log_lines_from_the_third_on(recipe, chi
     size = 128 * 32 + 16 * 32 + 2 * (12 * 32**2 + 2 * 32) + 32
     untied = 2 * 128 * 32 + 128 + 2 * 32 + 2 * (12 * 32**2 + 9 * 32 + 2 * 32)
     assert found["parameters"] == (untied if recipe else size)
-    assert 0.05 < found["mem_gib"] < 20 and "tokens/s" in out
+    assert 0.05 < found["mem_gib"] < 20 and " 0.001 in float32 " in out
 
 
 @pytest.mark.slow
@@ -134,7 +134,8 @@ def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails
     first, full, last = found
     batches = [(row["batch_size"], row["gradient_accumulation_steps"]) for row in (first, last)]
     assert batches == [(4, 2), (4, 1)]
-    assert full["tokens_per_sec"] is None and re.search("^--batch_size=2 .* failed", out, re.M)
+    assert full == dict(name="--batch_size=2", tokens_per_sec=None)
+    assert re.search("^--batch_size=2 +failed *$", out, re.M)
     assert last["total_gain"] == last["gain"] == pytest.approx(first["step_ms"] / last["step_ms"])
     assert re.search(rf"^--block_size=32 .* {last['gain']:.2f}x ", out, re.MULTILINE)
     assert "\nrow 3 of 3: --block_size=32\n" in out
