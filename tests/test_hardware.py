@@ -217,6 +217,7 @@ CHOSEN = [  # a machine, keys -> device, dtype, peak; the key is resolved before
     # a GB10 (12.1) runs the wheel's code for 12.0
     (dict(gpu="a card", capability=(12, 1)), {}, "cuda", BF16, None),
     (dict(mps=True), {}, "mps", FP32, None),
+    (dict(mps=True), dict(device="mps"), "mps", FP32, None),
     (dict(mps=True), dict(device="cpu"), "cpu", FP32, None),
     # In results/rows.json bfloat16 took 0.4 of float32's time on an EPYC, and 1.4 on a Xeon
     # without AMX.
@@ -244,6 +245,7 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
 
 CUDA_BUILD = "pip install torch=="
 REFUSED = [  # a machine, keys -> words of the error
+    (dict(), dict(device="mps"), "--device=cpu"),
     (dict(), dict(device="cuda"), "nvidia-smi"),
     (dict(system="linux", cuda=None), dict(device="cuda"), CUDA_BUILD),
     (dict(system="win32", cuda=None), dict(device="cuda"), CUDA_BUILD),  # as PyPI's torch there

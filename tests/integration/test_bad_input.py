@@ -149,8 +149,6 @@ TOOLS += [
     ("sample.py --init_from=cut_weights --device=cpu", "not a model Safetensor"),
 ]
 
-if not torch.backends.mps.is_available():
-    TOOLS += [("train.py tiny.py --device=mps", "--device=cpu")]
 if not torch.cuda.is_available():
     TOOLS += [("train.py tiny.py --device=cuda", "--device=cpu")]
     TOOLS += [("sample.py --out_dir=run --device=cuda", "--device=cpu")]
