@@ -59,7 +59,7 @@ VARIABLES = {
     # but beside other programs it may occupy the core that the others need. So sleep at once if the
     # cores are taken, and otherwise after 10,000 spins, about 0.1 ms, instead of libgomp's 300,000
     # (results/README.md).
-    "GOMP_SPINCOUNT": None if not SPINS else "0" if cores_are_taken() else "10000",
+    "GOMP_SPINCOUNT": ("0" if cores_are_taken() else "10000") if SPINS else None,
     # Most Windows users may not create symbolic links, and the hub's library would warn at length.
     "HF_HUB_DISABLE_SYMLINKS_WARNING": "1",
     # writer.py already uses threads. If the library did too, it would warn at every fork.

@@ -162,7 +162,7 @@ def check_lossless(tokenizer: Tokenizer, name: str) -> None:
         text, ids = "".join(pieces), chain.from_iterable(map(tokenizer.encode, pieces))
         if (back := tokenizer.decode(ids)) != text:
             hint = "choose another tokenizer, such as --tokenizer=gpt2 or bpe:N, or a copy of it"
-            hint += ' with "normalizer": null, which the weights in init_from then need too'
+            hint += ' with "normalizer": null (to fine-tune, put it beside the weights too)'
             raise UserError(f"--tokenizer={name}: changes the text {text!a} to {back!a}; {hint}")
 
 

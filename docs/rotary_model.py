@@ -68,7 +68,6 @@ class GPT(Base):  # step 2
     def hidden(self, idx, caches=None):  # step 3: your forward, up to ln_f
         past = caches[0].length if caches else 0  # step 4
         x = self.transformer.drop(self.transformer.wte(idx[:, past:]))
-        blocks = self.transformer.h
-        for block, cache in zip(blocks, caches or [None] * len(blocks), strict=True):
-            x = block(x, cache)
+        for n, block in enumerate(self.transformer.h):
+            x = block(x, caches[n] if caches else None)
         return self.transformer.ln_f(x)

@@ -43,9 +43,8 @@ class Run:
     there was one. `step` and `eval` are columns, ordered by iteration: one array per value, NaN if
     unknown. Only published means of several runs have a band of val losses, from `low` to `high`.
     `others` names the numbers that only this run's evaluations have; they are columns too.
-    `config` has the keys of the last launch.
-    `iterations`, `tokens` and `hours` are None if unknown; `hours` includes iterations,
-    evaluations, samples and saves.
+    `config` has the keys of the last launch. `iterations`, `tokens` and `hours` are None if
+    unknown; `hours` includes iterations, evaluations, samples and saves.
     """
 
     def __init__(self, name: str, records: Iterable[dict]):
