@@ -237,8 +237,7 @@ def measure_rows(keys: list[str], rows: list[tuple[str, str]], seconds: float) -
 
 
 def print_rows(rows: list[dict]) -> None:
-    table = [["", "batch", "iteration", "tokens/s", "gain", "total", "MFU"]]
-    table[0] += ["of TFLOP/s", "memory", "compile"]
+    table = [["", *"batch iteration tokens/s gain total MFU peak memory compile".split()]]
     sources: set[str] = set()  # of the rows' peaks
     for row in rows:
         if row["tokens_per_sec"] is None:

@@ -25,7 +25,7 @@ from common.process import rank, world_size
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
-Batch = tuple[Tensor, ...]  # inputs, targets and, if some targets count more, their weights
+Batch = tuple[Tensor, ...]  # inputs, targets and, if targets count differently, their weights
 
 
 class ShuffledWindows:
@@ -100,7 +100,7 @@ class Batches:
         return accum
 
     def read_ahead(self, it: int) -> None:
-        """Read iteration `it` in advance, while the device works. Errors are left to take()."""
+        """Read iteration `it` in advance, while the device works. take() raises its errors."""
         with contextlib.suppress(OSError, UserError):
             self.read(it)
 

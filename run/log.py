@@ -220,7 +220,7 @@ class Log:
         say(f"averages: training is complete; {becomes}")
 
     def report_save(self, progress: Progress, size: int, is_best: bool) -> None:
-        """Log a save of `size` bytes, before its pause ends, and whether it is the best so far."""
+        """Log a save of `size` bytes, while its pause still lasts, and whether it is the best."""
         it, seconds = progress.iter_num, self.clock.since_lap()
         path = Path(self.config.out_dir, checkpoint_name(it))
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
