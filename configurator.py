@@ -10,6 +10,9 @@ Python and runs with the values so far, and all flags, as its variables, so `lr_
 max_iters` works. Keys that nanoGPT also has keep its names, and its defaults except for device,
 dtype and lr_decay_iters.
 
+A run that goes on keeps its own value of each key that the command does not set. The class that
+lists a key says what happens if the command sets it to another value.
+
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
 
@@ -54,7 +57,80 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 @dataclass(frozen=True)
-class Config:
+class RunKeys:
+    """A run keeps these for good: to change one, begin a new run in another out_dir."""
+
+    # Start
+    init_from: Location = "scratch"  # new run: scratch, gpt2, OWNER/NAME, path; resume: no new run
+    seed: int = 1337  # for initial weights, dropout and data order
+    # Model
+    model: Model = "gpt2"  # GPT-2, or a newer model that needs fewer tokens for the same loss
+    n_layer: Positive = 12  # transformer blocks
+    n_head: Positive = 12  # attention heads; must divide n_embd
+    n_embd: Positive = 768  # channels of the residual stream (width)
+    block_size: Positive = 1024  # tokens in a sequence (context length)
+    bias: bool = False  # biases in linear layers and norms, as in GPT-2; model=fast: gains too
+    tie_weights: bool = True  # share token embedding and output head; model=fast sets False
+    pad_vocab_multiple: Positive = 128  # round the vocabulary size up to a multiple; 1: off
+    optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """A run keeps these too, but --init_from=resume lets a command change them."""
+
+    # Optimizer
+    learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast.py)
+    muon_momentum: BelowOne = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
+    weight_decay: float = 0.1  # for matrices; with Muon: for embeddings and head
+    beta1: BelowOne = 0.9  # AdamW's decay rate for the running mean of gradients
+    beta2: BelowOne = 0.95  # AdamW's decay rate for the mean of squared gradients; not Muon's
+    grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
+    dropout: BelowOne = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
+    dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
+    # Schedule
+    lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
+    decay_fraction: UpToOne = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
+    warmup_iters: int = 2000  # iterations of linear warmup
+    min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
+
+
+@dataclass(frozen=True)
+class LaunchKeys:
+    """A run takes these from each command that sets them. Only its tokens must stay the same."""
+
+    # Length
+    max_iters: int = 600000  # iterations to train
+    hours: float = 0.0  # train for this many hours at most, and fit the schedule to them; 0: off
+    lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
+    # Data
+    dataset: Location = "openwebtext"  # a folder in data/, or a path
+    batch_size: Positive = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
+    gradient_accumulation_steps: Positive = 40  # micro-batches per iteration, over all GPUs
+    tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
+    # I/O
+    out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
+    eval_interval: Positive = 2000  # iterations between evaluations
+    eval_tokens: Positive = 2457600  # val tokens per evaluation; of train as many, up to 2**20
+    eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
+    sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
+    checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
+    keep_checkpoints: Positive = 2  # newest checkpoints to keep, besides the best
+    log_interval: Positive = 1  # iterations between log lines
+    tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
+    wandb_project: str = "owt"  # project in wandb; a run's name there is that of its out_dir
+    # System
+    device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
+    compile: bool = True  # use torch.compile, after comparing its results with plain code's
+    flash: bool = True  # use PyTorch's fused attention; False needs much more memory
+    loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
+    tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
+    deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
+    peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up, or measure it
+
+
+@dataclass(frozen=True)
+class Config(LaunchKeys, Hyperparameters, RunKeys):
     """
     Train a GPT. Ctrl-C saves and stops the run; the same command resumes it.
 
@@ -62,60 +138,6 @@ class Config:
         python train.py config/quickstart.py --max_iters=100 --out_dir=out/short
     """
 
-    # I/O
-    out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
-    init_from: Location = "scratch"  # new run: scratch, gpt2, OWNER/NAME, path; resume: no new run
-    eval_interval: Positive = 2000  # iterations between evaluations
-    eval_tokens: Positive = 2457600  # val tokens per evaluation; of train as many, up to 2**20
-    eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
-    sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
-    checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
-    keep_checkpoints: Positive = 2  # newest checkpoints to keep, besides the best
-    # Logging
-    log_interval: Positive = 1  # iterations between log lines
-    tracker: Tracker = "none"  # a dashboard to report to, in addition to metrics.jsonl
-    wandb_project: str = "owt"  # project in wandb; a run's name there is that of its out_dir
-    # Data
-    dataset: Location = "openwebtext"  # a folder in data/, or a path
-    batch_size: Positive = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
-    block_size: Positive = 1024  # tokens in a sequence (context length)
-    gradient_accumulation_steps: Positive = 40  # micro-batches per iteration, over all GPUs
-    tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
-    # Model
-    model: Model = "gpt2"  # GPT-2, or a newer model that needs fewer tokens for the same loss
-    n_layer: Positive = 12  # transformer blocks
-    n_head: Positive = 12  # attention heads; must divide n_embd
-    n_embd: Positive = 768  # channels of the residual stream (width)
-    dropout: BelowOne = 0.0  # dropout probability; 0.1 or more for fine-tuning and small texts
-    bias: bool = False  # biases in linear layers and norms, as in GPT-2; model=fast: gains too
-    tie_weights: bool = True  # share token embedding and output head; model=fast sets False
-    flash: bool = True  # use PyTorch's fused attention; False needs much more memory
-    loss_chunk: str = "auto"  # tokens per chunk of the loss: a number, auto, or off
-    pad_vocab_multiple: Positive = 128  # round the vocabulary size up to a multiple; 1: off
-    # Optimizer
-    optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
-    learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast.py)
-    muon_momentum: BelowOne = 0.96  # momentum of Muon's updates, which rises from 0.85 to this
-    weight_decay: float = 0.1  # for matrices; with Muon: for embeddings and head
-    beta1: BelowOne = 0.9  # AdamW's decay rate for the running mean of gradients
-    beta2: BelowOne = 0.95  # AdamW's decay rate for the mean of squared gradients; not Muon's
-    grad_clip: float = 1.0  # clip the gradient norm to this value; 0: off
-    # Schedule
-    max_iters: int = 600000  # iterations to train
-    hours: float = 0.0  # train for this many hours at most, and fit the schedule to them; 0: off
-    lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
-    decay_fraction: UpToOne = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
-    warmup_iters: int = 2000  # iterations of linear warmup
-    lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
-    min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
-    # System
-    device: str = "auto"  # auto, cuda, cuda:1, mps or cpu
-    dtype: Dtype = "auto"  # dtype of the matmuls; auto: the fastest here
-    compile: bool = True  # use torch.compile, after comparing its results with plain code's
-    tf32: bool = True  # TF32 tensor cores for float32 matmuls on CUDA
-    deterministic: bool = False  # bit-identical runs on CUDA, somewhat slower
-    seed: int = 1337  # for initial weights, dropout and data order
-    peak_tflops: float = 0.0  # dense peak of your GPU, for MFU; 0: look it up, or measure it
     # Not a key: the names of the keys that a file or a flag set
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -388,13 +410,16 @@ def config_text(config: Config) -> str:
 
 
 def print_help(keys: type = Config) -> None:
-    """Print the keys as flags, with the headings and comments of their dataclass."""
+    """Print the keys as flags, with the headings and comments of their dataclass and its bases."""
     script = os.path.basename(sys.argv[0])
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (flags win over files)\n")
     print(inspect.cleandoc(keys.__doc__ or ""))
     known = find_keys(keys)
-    for line in inspect.getsource(keys).splitlines():
-        if title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
+    parts = map(inspect.getsource, reversed(keys.__mro__[:-1]))
+    for line in "".join(parts).splitlines():
+        if rule := re.fullmatch(r'    """(.+)"""', line):
+            print(f"\n{rule[1]}")
+        elif title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
             print(f"\n{title[1]}:")
         elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
             name, default, meaning = key[1], key[2].strip('"').removesuffix(".0") or '""', key[3]

@@ -42,7 +42,7 @@ from optimizer import build_optimizer, take_averages
 from run.checkpoint import Progress, State
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line
-from run.start import check_complete, check_data, choose_run, open_data, origin_lines
+from run.start import check_data, choose_run, open_data, origin_lines
 
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
@@ -66,7 +66,6 @@ def main(argv: list[str]) -> int:
     data = open_data(c)  # may download the tokens first
     check_data(c, data, state)
     if progress.complete and why_over(c, it, hours) and not c.eval_only:
-        check_complete(c, state)
         say(f"{c.out_dir}: all {it:,} iterations are done; another --out_dir begins a new run")
         return 0
     hw = hardware.set_up(c)

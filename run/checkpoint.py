@@ -250,7 +250,7 @@ class RunFolder:
     with its connection.
     """
 
-    def __init__(self, path: Path, keep: int):
+    def __init__(self, path: Path, keep: int = 1):
         self.path = path
         self.keep = keep  # how many of the newest checkpoints to keep, besides the best
         self.lock_file: BinaryIO | None = None

@@ -6,13 +6,23 @@ With several ranks, each of them does all of this for itself. What they find mus
 everywhere; ranks.join() ends the run if it is not.
 """
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from common.console import UserError, raise_if_any
 from common.process import is_main, world_size
-from configurator import FIELDS, NOT_WEIGHTS, Config, config_values, read_config, resolve
+from configurator import (
+    FIELDS,
+    NOT_WEIGHTS,
+    Config,
+    Hyperparameters,
+    RunKeys,
+    find_keys,
+    read_config,
+    resolve,
+)
 from data.download import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
@@ -22,35 +32,6 @@ from run import checkpoint
 from run.checkpoint import RunFolder, State
 from run.clock import training_hours
 
-# What a resume does with the keys. Most get the command's values, or their defaults.
-
-# The models' fields come from the checkpoint, or the weights, that a run begins with. A resume may
-# change these three, because a validation loss does not depend on them, apart from rounding
-FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk"})
-ARCHITECTURE = (
-    "model",
-    *(f.name for f in fields(FastConfig) if f.name in FIELDS and f.name not in FREE_ON_RESUME),
-)
-# Keys that a resumed run keeps; setting one to another value is an error. Add a key here if
-# changing that key would invalidate the saved state
-FIXED_ON_RESUME = (*ARCHITECTURE, "pad_vocab_multiple", "optimizer", "seed", "init_from")
-# Keys that a resumed run keeps unless the command sets them, as it keeps the dtype that auto meant.
-# The three of the batch may only change so that an iteration has as many tokens as before
-KEPT_UNLESS_SET = (
-    "dataset",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "tokens_per_iter",
-    "eval_tokens",
-)
-# Keys of how a run trains. With other values a complete run's command asks for another run
-HYPERPARAMETERS = frozenset(
-    """
-    dropout learning_rate muon_momentum weight_decay beta1 beta2 grad_clip
-    lr_schedule decay_fraction warmup_iters min_lr
-    """.split()
-)
-
 
 def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     """
@@ -58,14 +39,14 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     the run begins with, and the run's folder. Raises UserError, with a line for each problem.
     """
     c = read_config(argv)
-    folder = RunFolder(Path(c.out_dir), c.keep_checkpoints)
+    folder = RunFolder(Path(c.out_dir))
     if is_main() and not c.eval_only and (folder.path / "lock").exists():
         folder.lock()  # from now on, no other run changes its checkpoints
     state = find_checkpoint(c)
     before = None
     if state.is_run:
         before = config_before(state)
-        c, problems = config_of_resume(c, before)
+        c, problems = config_of_run(c, before)
         problems += length_problems(c, before, state)
     else:
         c, state, problems = config_of_weights(c)
@@ -77,6 +58,7 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
+    folder.keep = c.keep_checkpoints
     return c, state, folder
 
 
@@ -115,35 +97,48 @@ def config_before(state: State) -> Config:
     return Config(**{name: value for name, value in state.config.items() if name in FIELDS})
 
 
-def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
-    """Return the configuration with what the resumed run keeps, and the problems."""
-    if c.init_from in NOT_WEIGHTS:  # the run keeps the one that began it
+def config_of_run(c: Config, before: Config) -> tuple[Config, list[str]]:
+    """
+    Return the configuration of a run that goes on, and the problems. A key that the command does
+    not set keeps the run's value; the classes of configurator.py say what happens to one that it
+    sets.
+    """
+    may_change = c.init_from == "resume"
+    if c.init_from in NOT_WEIGHTS:  # names no weights, so the run keeps those that it began with
         c = replace(c, init_from=before.init_from)
-    saved = {name: getattr(before, name) for name in FIXED_ON_RESUME}
-    c, problems = keep_values(c, saved, c.out_dir, "--out_dir for a new run")
-    kept = {n: getattr(before, n) for n in KEPT_UNLESS_SET if n not in c.set_keys}
-    if c.dtype == "auto":
-        kept |= dict(dtype=before.dtype)
-    return replace(c, **kept), problems
+    if c.dtype == "auto":  # means what it meant when the run began
+        c = replace(c, dtype=before.dtype)
+    unset = FIELDS.keys() - c.set_keys - {"out_dir"}
+    c = replace(c, **{name: getattr(before, name) for name in unset})
+    new = "another --out_dir for a new run"
+    c, problems = keep_values(c, values(before, RunKeys), c.out_dir, new)
+    if not may_change:
+        ways = f"{new}, or --init_from=resume to change it in this one"
+        c, more = keep_values(c, values(before, Hyperparameters), c.out_dir, ways)
+        problems += more
+    return c, problems
+
+
+def values(c: Config, keys: type) -> dict[str, Any]:
+    """Return the values of the keys that one of configurator.py's classes lists."""
+    return {name: getattr(c, name) for name in find_keys(keys)}
 
 
 def length_problems(c: Config, before: Config, state: State) -> list[str]:
     """
-    Return the problem if the resume of an unfinished run asks for fewer hours than it has trained
-    for, or for fewer iterations than it has done, because it would end without decaying the
-    learning rate.
+    Return the problem if an unfinished run is asked for less than it has done, because it would end
+    without decaying the learning rate.
     """
-    hours, it = training_hours(state.ledger), state.progress.iter_num
-    to_end = "to end soon with a decayed learning rate, give"
     if c.eval_only or state.progress.complete:
         return []
-    if c.hours != before.hours and 0 < c.hours <= hours:
-        problem = f"{c.out_dir} has trained for {hours:.2f} hours, you asked for {c.hours:g}"
-        return [f"hours: {problem}; {to_end} --hours={hours + 0.5:.1f}"]
-    if c.max_iters < it:
-        problem = f"{c.out_dir} has done {it:,} iterations, you asked for {c.max_iters:,}"
-        return [f"max_iters: {problem}; {to_end} --max_iters={it + it // 10 + 1}"]
-    return []
+    done = dict(hours=training_hours(state.ledger), max_iters=state.progress.iter_num)
+    asked = dict(hours=c.hours or math.inf, max_iters=c.max_iters)
+    return [
+        f"{key}: {c.out_dir} has done {n:,.7g}, you asked for {asked[key]:,}; to end soon with a "
+        f"decayed learning rate, give --{key}={math.ceil(1.1 * n)}"
+        for key, n in done.items()
+        if asked[key] < n and getattr(c, key) != getattr(before, key)
+    ]
 
 
 def config_of_weights(c: Config) -> tuple[Config, State, list[str]]:
@@ -157,43 +152,26 @@ def config_of_weights(c: Config) -> tuple[Config, State, list[str]]:
 
     state = load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
     sizes = state.model_config
-    saved = {name: sizes.get(name, FIELDS[name].default) for name in ARCHITECTURE}
+    of_model = {"model", *(f.name for f in fields(FastConfig))}
+    saved = {n: sizes.get(n, f.default) for n, f in find_keys(RunKeys).items() if n in of_model}
     if sizes["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
         saved |= dict(pad_vocab_multiple=1)
-    c, problems = keep_values(c, saved, c.init_from, "--init_from")
+    c, problems = keep_values(c, saved, c.init_from, "another --init_from")
     return c, state, problems
 
 
-def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config, list[str]]:
+def keep_values(c: Config, saved: dict, source: str, ways: str) -> tuple[Config, list[str]]:
     """
     Return the configuration with the saved values of these keys, and a problem for each key that a
-    file or flag sets to something else.
+    file or flag sets to something else. `ways` says what else the user may do.
     """
     problems = [
         f"{name}: {source} has {value!r}, you asked for {getattr(c, name)!r}. "
-        f"Give --{name}={value}, or another {other}"
+        f"Give --{name}={value}, or {ways}"
         for name, value in saved.items()
         if name in c.set_keys and getattr(c, name) != value
     ]
     return replace(c, **saved), problems
-
-
-def changes(c: Config, state: State) -> dict[str, Any]:
-    """Return what the checkpoint had for each key that now has another value."""
-    before = config_values(config_before(state))
-    return {name: value for name, value in before.items() if getattr(c, name) != value}
-
-
-def check_complete(c: Config, state: State) -> None:
-    """Raise UserError if the command of a complete run asks for another run."""
-    asked = [
-        f"{name} = {getattr(c, name)!r} (it had {before!r})"
-        for name, before in changes(c, state).items()
-        if name in HYPERPARAMETERS
-    ]
-    if asked:
-        problem = f"{c.out_dir} holds a complete run, but the command has {', '.join(asked)}"
-        raise UserError(f"out_dir: {problem}; give another --out_dir")
 
 
 def origin_lines(c: Config, state: State) -> list[str]:
@@ -210,11 +188,9 @@ def origin_lines(c: Config, state: State) -> list[str]:
     lines = [f"resume: {state.source}, iteration {state.progress.iter_num:,}{first}"]
     if c.eval_only:
         return lines
-    changed = changes(c, state)
-    for name, before in changed.items():
-        lines.append(f"resume: {name} = {getattr(c, name)!r} (the checkpoint had {before!r})")
-    if changed.keys() & HYPERPARAMETERS:
-        lines.append("resume: for a new run with these values, give another --out_dir")
+    for name, before in values(config_before(state), Config).items():
+        if (now := getattr(c, name)) != before:
+            lines.append(f"resume: {name} = {now!r} (was {before!r})")
     return lines
 
 

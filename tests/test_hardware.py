@@ -306,9 +306,9 @@ def test_a_resume_with_dtype_auto_keeps_the_runs_dtype(tiny, machine):
     train(**keys)
     machine()
     train(**keys | dict(max_iters=3))
-    result = train(**keys | dict(max_iters=4, dtype="float32"))
+    result = train(**keys | dict(max_iters=4, dtype="float32", init_from="resume"))
     assert column(tiny["out_dir"], "start", "dtype") == ["bfloat16", "bfloat16", "float32"]
-    assert "resume: dtype = 'float32' (the checkpoint had 'bfloat16')" in result.out
+    assert "resume: dtype = 'float32' (was 'bfloat16')" in result.out
 
 
 MANY = dict(gradient_accumulation_steps=1600)  # 102,400 tokens per iteration

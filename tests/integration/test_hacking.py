@@ -58,7 +58,7 @@ SAMPLE = dict(num_samples=1, max_new_tokens=30, start="ab", device="cpu", dtype=
 
 # a factor on the head's input
 NEW_KEY = {
-    "configurator.py": "class Config:\n    scale: float = 1.0",
+    "configurator.py": "class RunKeys:\n    scale: float = 1.0",
     "model.py": """
 class GPTConfig:
     scale: float = 1.0
@@ -324,9 +324,11 @@ class Config:
 """
 }
 KEYS = """
-class Config:
-    second: Location = ""
+class Hyperparameters:
     z_loss: float = 0.0
+
+class LaunchKeys:
+    second: Location = ""
 """
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
@@ -342,7 +344,7 @@ HEAD_EDITS = [
     (line := "        total_loss += loss.detach()\n", line + ADD),
     (RETURN_LINE, RETURN),
 ]
-TEACHER_FILES = TEACHER | {"configurator.py": 'class Config:\n    teacher: Location = ""'}
+TEACHER_FILES = TEACHER | {"configurator.py": 'class LaunchKeys:\n    teacher: Location = ""'}
 TEACHER_EDITS = [
     (DATA_LINE, DATA_LINE + READ_TEACHER),
     (MODEL_LINE, MODEL_LINE + TEACH),
@@ -355,14 +357,12 @@ MIXTURE_EDITS = [
 ]
 MIXTURE_FILES = MIXTURE | {
     "configurator.py": """
-class Config:
-    second: Location = ""  # a second dataset, for training to end with
+class RunKeys:
     mix_iters: Positive = 1000  # iterations until training reads the second dataset alone
-""",
-    "run/start.py": """
-FIXED_ON_RESUME += ("mix_iters",)
-KEPT_UNLESS_SET += ("second",)
-""",
+
+class LaunchKeys:
+    second: Location = ""  # a second dataset, for training to end with
+"""
 }
 
 
@@ -384,14 +384,13 @@ Z_LOSS += """
 class GPTConfig:
     z_loss: float = 0.0
 """
-FREE = 'FREE_ON_RESUME = frozenset({"dropout", "flash", "loss_chunk", "z_loss"})\n'
 
 
 @pytest.fixture(scope="module")
 def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     """Run one program with the page's z-loss, second validation set and number of its own."""
     program = tmp_path_factory.mktemp("documented") / "program"
-    files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS, "run/start.py": FREE}
+    files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS}
     edited(changed(program, files), *EDITS)
     other = write_tokens(program / "other", [700], [300], vocab=77)
     commands = {
@@ -400,7 +399,7 @@ def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
         "other": training(dataset=tokens, out_dir="no", second=other),
         "second": training(dataset=tokens, out_dir="second", second=tokens),
         "z": training(dataset=tokens, out_dir="z", z_loss=2 * Z, loss_chunk=16, max_iters=4),
-        "without": training(dataset=tokens, out_dir="z", init_from="resume"),
+        "without": training(dataset=tokens, out_dir="z", z_loss=0.0, init_from="resume"),
     }
     results = dict(zip(commands, launches(program, *commands.values()), strict=True))
     for name, result in results.items():

@@ -1,4 +1,4 @@
-"""Resume runs that were already finished, or whose dataset has changed."""
+"""Continue runs by other commands, finished runs, and runs whose dataset has changed."""
 
 import shutil
 
@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 from char_dataset import SHORT_RUN, T
-from program import Run, contents, flags, refused, run, train
+from program import (
+    InProcessRun,
+    Run,
+    assert_same_run,
+    contents,
+    flags,
+    refused,
+    run,
+    sigterm,
+    train,
+)
 
 
 @pytest.fixture
@@ -27,23 +37,52 @@ def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran):
     assert ran.steps("iter") == [*range(8)]
 
 
-ANOTHER = {
-    "a flag": (dict(grad_clip=0.5), {}, "grad_clip = 0.5 (it had 1.0)"),
-    "no flag": ({}, dict(grad_clip=0.5), "grad_clip = 1.0 (it had 0.5)"),
-    "a dropout": (dict(dropout=0.1), {}, "dropout = 0.1 (it had 0.0)"),
+# each key of a run, with another value than its default, and what else its value needs
+OTHERS: dict[str, dict] = {
+    "a hyperparameter": dict(grad_clip=0.5, muon_momentum=0.9, dropout=0.1, dtype="bfloat16"),
+    "the schedule": dict(lr_schedule="wsd", decay_fraction=0.5, warmup_iters=1, min_lr=1e-4),
+    "the length": dict(lr_decay_iters=6, hours=1.0),
+    "the batch": dict(batch_size=2, gradient_accumulation_steps=4),
+    "the log": dict(log_interval=2, sample_tokens=3, keep_checkpoints=1, eval_interval=3),
+    "the machine": dict(deterministic=False, flash=False, loss_chunk="16", tf32=False),
 }
 
 
-@pytest.mark.parametrize("second, first, words", ANOTHER.values(), ids=ANOTHER)
-def test_a_finished_run_refuses_a_command_that_asks_for_another_run(
-    second, first, words, corpus, ran
-):
-    """A loop over rates, or two configs of nanoGPT, would else train only the first, in silence."""
-    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=2)
-    train(**keys | first)
+@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(others, corpus, ran, tmp_path):
+    keys = SHORT_RUN | dict(dataset=corpus) | others
+    train(**keys, out_dir=tmp_path / "straight")
+    trainer = InProcessRun()
+    trainer.at["iteration", 5] = sigterm
+    assert trainer.launch(**keys, out_dir=ran.out_dir).code == 143
+    result = train(out_dir=ran.out_dir)
+    assert len([line for line in result.out.splitlines() if line.startswith("resume: ")]) == 1
+    if "hours" not in others:  # whose schedule follows the clock
+        assert_same_run(tmp_path / "straight", ran.out_dir, 8)
+    first, second = ran.column("start", "config")
+    assert second == first and others.items() <= first.items()
+    assert "all 8 iterations are done" in train(out_dir=ran.out_dir).out
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["stopped", "over"])
+def test_a_run_takes_other_hyperparameters_only_with_init_from_resume(is_over, corpus, ran):
+    """
+    Refuse each that a command sets to another value. A loop over rates, or a config that somebody
+    has edited, would else train on with them, or in a folder whose run is over not at all.
+    """
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir)
+    trainer = InProcessRun()
+    if not is_over:
+        trainer.at["iteration", 5] = sigterm
+    trainer.launch(**keys)
     before = contents(ran.out_dir)
-    refused(run("train.py", *flags(**keys | second)), words, "another --out_dir")
+    for name, value, other in (("learning_rate", 0.01, 0.02), ("dropout", 0.0, 0.1)):
+        ways = (f"--{name}={value}", "another --out_dir", "--init_from=resume")
+        refused(run("train.py", *flags(**keys | {name: other})), f"{name}: ", *ways)
     assert contents(ran.out_dir) == before
+    result = train(**keys | dict(learning_rate=0.02, max_iters=10, init_from="resume"))
+    assert "resume: learning_rate = 0.02 (was 0.01)" in result.out
+    assert ran.state()["config"]["learning_rate"] == 0.02
 
 
 def test_an_unfinished_run_is_refused_fewer_iterations_than_it_has_done(corpus, ran):
