@@ -17,7 +17,6 @@ begun.
 
 import math
 import time
-from dataclasses import replace
 from signal import Signals
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -39,7 +38,7 @@ from machine.ranks import StopSignal, end_process, wait_for_turn
 from model import count_targets
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, take_averages
-from run.checkpoint import Progress, State
+from run.checkpoint import State
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line
 from run.start import check_data, choose_run, open_data, origin_lines
@@ -61,16 +60,15 @@ def main(argv: list[str]) -> int:
     # The run: its configuration, its folder, and what it begins with: a checkpoint to continue,
     # weights, or nothing. Each rank reads this for itself, and join() ends the run if they differ
     c, state, folder = choose_run(argv)
-    progress, hours = state.progress, training_hours(state.ledger)
-    it = progress.iter_num
+    it, val_loss, hours = state.iter_num, state.val_loss, training_hours(state.ledger)
     data = open_data(c)  # may download the tokens first
     check_data(c, data, state)
-    if progress.complete and why_over(c, it, hours) and not c.eval_only:
+    if state.complete and why_over(c, it, hours) and not c.eval_only:
         say(f"{c.out_dir}: all {it:,} iterations are done; another --out_dir begins a new run")
         return 0
     hw = hardware.set_up(c)
     c = fit_device(c, data.vocab, hw, state.model_config)
-    ranks.join(config=c, checkpoint=progress, dataset=data.fingerprint, device=hw.name)
+    ranks.join(config=c, checkpoint=(it, val_loss), dataset=data.fingerprint, device=hw.name)
 
     # What learns, and from what
     model = make_model(c, data.vocab, hw, state)
@@ -82,15 +80,15 @@ def main(argv: list[str]) -> int:
     optimizer = build_optimizer(model, c, hw.dtype)
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
-    restore(state, optimizer, scaler, hw)
-    batches = Batches(data, c, hw.device, progress.tokens)
+    restore(state, optimizer, scaler)
+    batches = Batches(data, c, hw.device, it)
 
     # What keeps the books. From here on out_dir belongs to this run
     ranks.on_main(folder.claim, state)  # only rank 0 writes
-    clock = Clock(began, hw.synchronize, state)
-    log = Log(c, clock, hw, data, model, progress, folder)
+    clock = Clock(began, hw.synchronize, state.ledger)
+    log = Log(c, clock, hw, data, model, it, folder)
     log.begin(about)
-    saved = replace(progress) if state.is_run else None  # what the newest checkpoint holds
+    saved = (it, val_loss) if state.is_run else None  # what the newest checkpoint is of
     del state  # frees the loaded checkpoint
 
     # Compiled code is compared with eager code in float32. If it fails or is wrong, the run ends
@@ -103,71 +101,69 @@ def main(argv: list[str]) -> int:
     stop = StopSignal()  # from now on, a signal makes the loop end and save
     clock.lap("start-up")
 
-    def evaluate() -> None:
+    def evaluate() -> float:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
             measured = estimate_loss(model, data, c, hw)
-            progress.val_loss = measured["val_loss"]
-            log.report_eval(progress, measured)
+            log.report_eval(it, measured)
+        return measured["val_loss"]
 
-    def save() -> None:
-        nonlocal saved
+    def save(complete: bool = False) -> None:
         with clock.pause("checkpoints"):
-            end_if_diverged(model, progress)
-            state = state_to_save(c, progress, data, model, optimizer, scaler, clock, hw)
-            log.report_save(progress, *ranks.on_main(folder.save, state))
-        saved = replace(progress)
+            end_if_diverged(model, it, val_loss)
+            progress = dict(iter_num=it, val_loss=val_loss, complete=complete)
+            state = state_to_save(c, data, model, optimizer, scaler, clock, progress)
+            log.report_save(it, complete, *ranks.on_main(folder.save, state))
 
     # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
     # the same command continues from the newest checkpoint
     while True:
-        it = progress.iter_num
         # all ranks get rank 0's training hours, seconds since its last save, and signal
         hours, since_save, signal = ranks.on_main(lambda: (*clock.read(), stop.number))
         over = why_over(c, it, hours)
         if over or signal:
             break
-        if progress.val_loss is None and evaluation_due(c, it):
-            evaluate()
+        if val_loss is None and evaluation_due(c, it):
+            val_loss = evaluate()
             continue  # look at the clock and for a signal again, because this may take minutes
-        if progress != saved and save_due(c, progress, since_save):
+        if (it, val_loss) != saved and save_due(c, it, val_loss, since_save):
             save()
-            if progress.val_loss is not None:
+            saved = it, val_loss
+            if val_loss is not None:
                 log.sample(it)
         set_rates(optimizer, it, c, hours)
+        set_seed(c.seed, it)
         micro_batches = batches.take(it)
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
         )
         batches.read_ahead(it + 1)  # while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
-        tokens = world_size() * sum(x.numel() for x, *_ in micro_batches)
-        progress.advance(tokens)
 
         # log every log_interval iterations, and after max_iters. Only here and in pauses does
         # training wait for the device
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
-            log.report_step(progress, tokens, loss, optimizer.param_groups[0]["lr"], numbers)
+            log.report_step(it, loss, optimizer.param_groups[0]["lr"], numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
                 end_if_skipping(skips)
+        it, val_loss = it + 1, None  # nobody has evaluated the new weights
 
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
     if over:
         if take_averages(optimizer):
             log.report_averages(it)
-            progress.val_loss = None  # other weights had it
-        if progress.val_loss is None:
-            evaluate()
-        progress.complete = True
-        save()
+            val_loss = None  # other weights had it
+        if val_loss is None:
+            val_loss = evaluate()
+        save(complete=True)
         log.sample(it)
-    elif progress != saved:
+    elif (it, val_loss) != saved:
         save()
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(over or Signals(signal).name, progress)
+    log.finish(over or Signals(signal).name, it, val_loss, complete=bool(over))
     return 0 if over else 128 + signal
 
 
@@ -247,17 +243,17 @@ def evaluation_due(c: Config, it: int) -> bool:
     return it % c.eval_interval == 0
 
 
-def save_due(c: Config, progress: Progress, since_save: float) -> bool:
+def save_due(c: Config, it: int, val_loss: float | None, since_save: float) -> bool:
     """
     Return whether to save here: after an evaluation, and every checkpoint_interval iterations or
     ten minutes, but not before the first iteration. This is asked of what is not saved yet.
     """
-    if progress.iter_num == 0:
+    if it == 0:
         return False
-    if progress.val_loss is not None:
+    if val_loss is not None:
         return True
     if c.checkpoint_interval:
-        return progress.iter_num % c.checkpoint_interval == 0
+        return it % c.checkpoint_interval == 0
     return since_save >= SAVE_EVERY
 
 
@@ -267,15 +263,23 @@ def save_due(c: Config, progress: Progress, since_save: float) -> bool:
 
 def make_model(c: Config, vocab: int, hw: Hardware, state: State):
     """
-    Return the model on its device, with the weights that the run begins with, or else random ones.
-    All ranks get the same weights, but then draw different dropout masks.
+    Return the model on its device, with the weights that the run begins with, or else random ones,
+    the same on all ranks.
     """
     torch.manual_seed(c.seed)
     model = build_model(model_config(c, vocab, state.model_config)).to(hw.device)
     if state.model:
         state.load_weights(model)
-    torch.manual_seed(c.seed + rank())
     return model
+
+
+def set_seed(seed: int, it: int) -> None:
+    """
+    Seed the random numbers of iteration `it` on this rank: those of dropout, and of random changes
+    to the text. So no checkpoint has to store a random state, and nothing between two iterations
+    can disturb one.
+    """
+    torch.manual_seed(hash((seed, it, rank())))  # numbers have the same hash in every process
 
 
 def run_length(it: int, c: Config, hours: float) -> float:
@@ -380,19 +384,18 @@ def end_if_skipping(skips: int) -> None:
         raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
 
 
-def end_if_diverged(model, progress: Progress) -> None:
+def end_if_diverged(model, it: int, val_loss: float | None) -> None:
     """End the run if it has diverged, before a save could replace a good checkpoint."""
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
-    val_loss = progress.val_loss if progress.iter_num > 0 else None
-    if val_loss is not None and not val_loss < MAX_LOSS:
+    if it > 0 and val_loss is not None and not val_loss < MAX_LOSS:
         signs.append(f"the val loss is {val_loss:.4g}")
     if signs:
-        problem = f"iter {progress.iter_num}: {signs[0]}, so the weights are not saved"
+        problem = f"iter {it}: {signs[0]}, so the weights are not saved"
         raise UserError(f"{problem}; use a lower learning_rate; {RESUME}")
 
 
-def state_to_save(c, progress, data: Dataset, model, optimizer, scaler, clock, hw) -> State:
-    """Collect what a resume needs. Every rank must call this."""
+def state_to_save(c, data: Dataset, model, optimizer, scaler, clock, progress: dict) -> State:
+    """Collect what a resume needs. `progress` are the State's fields that say how far it is."""
     return State(
         model=model.state_dict(),
         model_config=config_to_dict(model.config),
@@ -400,18 +403,17 @@ def state_to_save(c, progress, data: Dataset, model, optimizer, scaler, clock, h
         tokenizer=data.tokenizer,
         config=config_values(c),
         data_fingerprint=data.fingerprint,
-        progress=progress,
         ledger=clock.seconds,
         optimizer=optimizer.state_dict(),
         scaler=scaler.state_dict(),
-        rng=ranks.gather(hw.get_rng_states()),  # one entry per rank
+        **progress,
     )
 
 
-def restore(state: State, optimizer, scaler, hw: Hardware) -> None:
+def restore(state: State, optimizer, scaler) -> None:
     """
-    Restore the optimizer, the scaler and the random states of a run to continue. The optimizer's
-    hyperparameters come from the configuration. Raises UserError.
+    Restore the optimizer and the scaler of a run to continue. The optimizer's hyperparameters come
+    from the configuration. Raises UserError.
     """
     if not state.is_run:
         return
@@ -428,8 +430,6 @@ def restore(state: State, optimizer, scaler, hw: Hardware) -> None:
         optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, tensors)
     if scaler.is_enabled() and state.scaler:
         scaler.load_state_dict(state.scaler)
-    if rank() < len(state.rng):
-        hw.set_rng_states(state.rng[rank()])
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ Feed the model: decide the order of the training windows, and load micro-batches
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-The window order of a split and a block_size is a pure function of (seed, number of tokens trained
-on). That number is all a resumed run needs, and changing the batch size, gradient accumulation or
-the number of ranks only splits the same sequence of windows differently.
+The window order of a split and a block_size is a pure function of the seed, and an iteration's place
+in it follows from its number. That number is all a resumed run needs, and changing the batch size,
+gradient accumulation or the number of ranks only splits the same sequence of windows differently.
 """
 
 import contextlib
@@ -72,24 +72,24 @@ class Batches:
     Read this rank's training micro-batches into host memory, hand them out in order on the device,
     an iteration's worth at a time. What is handed out is what to_batch() returns.
 
-    Of n ranks, each takes every n-th micro-batch. `trained` counts the tokens that all ranks
-    together have taken before; a resumed run passes the count from its checkpoint.
+    Of n ranks, each takes every n-th micro-batch. The first iteration to take is `it`.
     """
 
-    def __init__(self, data: Dataset, config: Config, device: torch.device, trained: int):
+    def __init__(self, data: Dataset, config: Config, device: torch.device, it: int):
         self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
         self.device = device
         self.config = config
         # the first sequence of this rank's next micro-batch to read
-        self.next = trained // config.block_size + rank() * config.batch_size
+        taken = config.tokens_between(0, it) // config.block_size  # by all ranks together
+        self.next = taken + rank() * config.batch_size
         self.waiting: list[Tensor] = []  # micro-batches read but not taken yet
 
     def read(self, it: int) -> int:
         """
         Read until this rank's micro-batches of iteration `it`, (B, T + 1) each, wait in host
         memory, and return their number. Put random augmentation of the text into take(), not here:
-        this runs ahead of training, so a resumed run would draw different random numbers. Raises
-        OSError and UserError.
+        this runs ahead of training, before the iteration's seed is set. Raises OSError and
+        UserError.
         """
         B, tokens = self.config.batch_size, self.config.tokens_between(it, it + 1)
         accum = tokens // (world_size() * B * self.config.block_size)

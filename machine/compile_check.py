@@ -54,21 +54,19 @@ def compile_model(model, **options) -> None:
 def compile_checked(model, c: Config, vocab: int, hw: Hardware) -> None:
     """
     Compile the model and check its code. Raises UserError if the code fails or is wrong; otherwise
-    leaves weights, buffers and random states as they were.
+    leaves weights and buffers as they were.
     """
     began = time.perf_counter()
     say("compiling: about a minute, or several minutes with few CPU cores")
     tensors = [*model.parameters(), *model.buffers()]
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    states = hw.get_rng_states()
     problem, _ = try_code(model, *eager_float32(model, c.batch_size, vocab), hw)
     if problem:
         hint = "python bench.py check says whether --compile=False, which is slower, is right here"
         raise UserError(f"compile: torch.compile does not work here ({problem}); {hint}")
     for tensor, value in zip(tensors, before, strict=True):
         tensor.data.copy_(value)
-    hw.set_rng_states(states)
     say(f"compile: {time.perf_counter() - began:.1f}s")
 
 

@@ -71,9 +71,8 @@ def count_flops(config: GPTConfig) -> float | None:
     from torch.utils.flop_counter import FlopCounterMode
 
     try:
-        # Fake tensors need no memory and draw no random numbers, but a modified model may set the
-        # seed. torch cannot count FLOPs of the CPU's fused attention.
-        with torch.random.fork_rng([]), FakeTensorMode():
+        # fake tensors need no memory; torch cannot count FLOPs of the CPU's fused attention
+        with FakeTensorMode():
             model = build_model(replace(config, loss_chunk="off"))
             idx = torch.zeros(1, config.block_size, dtype=torch.long)
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -66,18 +66,6 @@ class Hardware:
         """Wait until the device has finished all queued work."""
         getattr(torch, self.device.type).synchronize()
 
-    def get_rng_states(self) -> dict[str, torch.Tensor]:
-        """Return the random states from which dropout draws, without waiting for the device."""
-        states = {"cpu": torch.get_rng_state()}
-        if self.device.type != "cpu":
-            states[self.device.type] = getattr(torch, self.device.type).get_rng_state()
-        return states
-
-    def set_rng_states(self, states: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(states["cpu"])
-        if self.device.type != "cpu" and self.device.type in states:
-            getattr(torch, self.device.type).set_rng_state(states[self.device.type])
-
     def peak_memory_gib(self) -> float:
         """Return the peak GPU memory or, on Linux, the peak process memory; 0 if unknown."""
         if self.device.type == "cuda":
@@ -214,11 +202,10 @@ def measure_matmul(hw: Hardware) -> float:
     takes 2 ms or has 4,096 rows, because small ones cannot keep a fast device busy. They hold
     random numbers, because ones need less power, so a GPU that lacks power would look fast.
     """
-    generator = torch.Generator(hw.device).manual_seed(0)  # leaves the run's random numbers alone
     size, best = 256, 0.0
     while best < 0.002 and size < 4096:
         size, best = 2 * size, math.inf
-        a = torch.randn(size, size, dtype=hw.dtype, device=hw.device, generator=generator)
+        a = torch.randn(size, size, dtype=hw.dtype, device=hw.device)
         for _ in range(8):  # the first one also loads the kernel
             hw.synchronize()
             began = perf_counter()

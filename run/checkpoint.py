@@ -15,7 +15,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,26 +32,12 @@ from model_fast import FastConfig
 
 
 @dataclass
-class Progress:
-    """Records how far a run has come. The loop updates this, and checkpoints store it."""
-
-    iter_num: int = 0  # iterations done, including those whose update was skipped
-    tokens: int = 0  # tokens trained on; divided by block_size, the position in the data order
-    val_loss: float | None = None  # validation loss of the current weights, None: not evaluated
-    complete: bool = False  # whether the run was over, so that these weights are final
-
-    def advance(self, tokens: int) -> None:
-        """Count an iteration that trained on so many tokens."""
-        self.iter_num += 1
-        self.tokens += tokens
-        self.val_loss, self.complete = None, False
-
-
-@dataclass
 class State:
     """
     Holds what a run begins with, and what a checkpoint stores. A new run's State has the weights of
-    init_from, or nothing. Only that of a run to continue has an optimizer.
+    init_from, or nothing. Only that of a run to continue has an optimizer. What is not in here,
+    such as the order of the data and dropout's random numbers, follows from the run's keys and the
+    number of the iteration.
     """
 
     source: str = ""  # the file, or the name on the hub; not stored
@@ -60,15 +46,16 @@ class State:
     model_config: dict[str, Any] = field(default_factory=dict)
     vocab: int = 0  # the vocabulary size before padding
     tokenizer: dict[str, Any] = field(default_factory=dict)
+    iter_num: int = 0  # iterations done, including those whose update was skipped
+    val_loss: float | None = None  # the weights' validation loss, None: not evaluated
+    complete: bool = False  # whether the run was over, so that these weights are final
     # The run that trained them
     config: dict[str, Any] = field(default_factory=dict)  # every key, as the device ran it
     data_fingerprint: str = ""
-    progress: Progress = field(default_factory=Progress)
     ledger: dict[str, float] = field(default_factory=dict)  # the clock's seconds
-    # What else its next update needs: state_dicts, and the random states of each rank
+    # What else its next update needs: state_dicts
     optimizer: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
-    rng: list[dict[str, Tensor]] = field(default_factory=list)
 
     @property
     def is_run(self) -> bool:
@@ -98,20 +85,19 @@ def state_of(path: Path, saved: dict) -> State:
         hint = "use the model.py that it was trained with"
         raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
     parts = {f.name: saved[f.name] for f in fields(State) if f.name in saved}
-    parts |= dict(source=str(path), progress=Progress(**saved.get("progress", {})))
-    return State(**parts)
+    return State(**parts | dict(source=str(path)))
 
 
 # -----------------------------------------------------------------------------
 # One file
 
 
-FORMAT = 5  # raise this when older checkpoints cannot be resumed any more; they are then refused
+FORMAT = 6  # raise this when older checkpoints cannot be resumed any more; they are then refused
 
 
 def write(state: State, path: Path) -> None:
     """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
-    parts = vars(state) | dict(format=FORMAT, progress=asdict(state.progress))
+    parts = vars(state) | dict(format=FORMAT)
     del parts["source"]
     with replacing(path) as file:
         try:
@@ -161,7 +147,7 @@ def read_unchecked(path: Path) -> dict:
     with open(path, "rb") as file:
         source = path if maps else file
         saved = dict(torch.load(source, map_location="cpu", weights_only=True, mmap=maps))
-    if "progress" in saved and saved.get("format") != FORMAT:  # from a run, not only weights
+    if saved.get("format", FORMAT) != FORMAT:
         raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
     return saved
 
@@ -193,7 +179,7 @@ def loss_of(path: Path) -> float:
     Return the validation loss of a checkpoint's weights; inf if they were not evaluated. The best
     checkpoint is the one for which this is lowest.
     """
-    loss = read_unchecked(path)["progress"]["val_loss"]
+    loss = read_unchecked(path)["val_loss"]
     return math.inf if loss is None or math.isnan(loss) else loss
 
 
@@ -269,7 +255,7 @@ class RunFolder:
         earlier log. If it begins with a checkpoint, cut off the records that the run will write
         again, and rename newer checkpoints, which cannot be read. Raises OSError and UserError.
         """
-        folder, it = self.path, state.progress.iter_num if state.is_run else -1
+        folder, it = self.path, state.iter_num if state.is_run else -1
         folder.mkdir(parents=True, exist_ok=True)
         if not self.lock_file:
             self.lock()
@@ -298,13 +284,13 @@ class RunFolder:
         but the newest and the best one stay until it has succeeded. Returns its bytes, and whether
         it is the best. Raises UserError if the disk is full, failing or missing.
         """
-        path = self.path / checkpoint_name(state.progress.iter_num)
+        path = self.path / checkpoint_name(state.iter_num)
         try:
             self.prune(max(1, self.keep - 1))
             with open(self.path / "metrics.jsonl", "ab") as log:
                 os.fsync(log.fileno())  # a resume would not repeat the evaluation that it records
             write(state, path)
-            is_best = self.prune(self.keep) == path and state.progress.val_loss is not None
+            is_best = self.prune(self.keep) == path and state.val_loss is not None
             return path.stat().st_size, is_best
         except OSError as error:
             hint = "once that is fixed, the same command continues"

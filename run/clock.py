@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from run.checkpoint import State
-
 PAUSES = ("evaluation", "samples", "checkpoints")  # between iterations
 CATEGORIES = ("start-up", "compile", "steps", *PAUSES)
 
@@ -24,15 +22,13 @@ class Clock:
     its own ledger; only rank 0's clock decides the learning rate, and when a run saves and stops.
     """
 
-    def __init__(self, began: float, synchronize: Callable, state: State):
+    def __init__(self, began: float, synchronize: Callable, ledger: dict[str, float]):
         """
-        Continue the ledger of what the run begins with, or start one. `began` is
+        Continue the ledger of the run's checkpoint, or start one if it is {}. `began` is
         time.perf_counter() when main() began; `synchronize` waits for the device.
         """
         self.synchronize = synchronize
-        self.seconds = dict.fromkeys(CATEGORIES, 0.0) | state.ledger
-        # iterations, tokens and seconds of steps at the last log line
-        self.last_line = (state.progress.iter_num, state.progress.tokens, self.seconds["steps"])
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0) | ledger
         self.lapped_at = began  # every second before this moment is in the ledger
         self.save_timer_began = began
 
@@ -75,20 +71,6 @@ class Clock:
         self.lap(before)
         yield
         self.lap(category)
-
-    def lap_iterations(self, it: int, tokens: int) -> tuple[float, float]:
-        """
-        Book a lap of steps, and return the seconds of an iteration, waits for data included, and
-        the tokens per second of all ranks, both as means since the last call. Evaluations and
-        checkpoints are booked to other categories.
-        """
-        self.lap("steps")
-        line = (it, tokens, self.seconds["steps"])
-        iterations, trained, elapsed = (
-            after - before for after, before in zip(line, self.last_line, strict=True)
-        )
-        self.last_line = line
-        return elapsed / iterations, trained / elapsed
 
 
 def training_hours(ledger: dict[str, float]) -> float:

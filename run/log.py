@@ -35,7 +35,7 @@ from data.tokenizer import Tokenizer
 from machine.cost import count_flops
 from machine.hardware import Hardware
 from model import generate
-from run.checkpoint import Progress, RunFolder, checkpoint_name
+from run.checkpoint import RunFolder, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -54,15 +54,15 @@ class Log:
         hw: Hardware,
         data: Dataset,
         model,
-        progress: Progress,
+        it: int,
         folder: RunFolder,
     ):
         """
-        Take the parts of the run that the log tells about, the progress at which this launch
+        Take the parts of the run that the log tells about, the iteration at which this launch
         begins, and the folder, which writes.
         """
-        self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
-        self.first_steps = clock.seconds["steps"]
+        self.first_iter, self.first_steps = it, clock.seconds["steps"]
+        self.last_line = it, clock.seconds["steps"]  # where the last iter line's speed ends
         self.first_hours = training_hours(clock.seconds)
         self.config = c
         self.clock = clock
@@ -127,7 +127,7 @@ class Log:
     def length(self) -> str:
         """Return the run's length as text."""
         c = self.config
-        total = self.first_tokens + c.tokens_between(self.first_iter, c.max_iters)
+        total = c.tokens_between(0, c.max_iters)
         epochs = f"{total / self.train_tokens:.2f} epochs"
         most = f"{c.max_iters:,} iterations, {short(total)} tokens, {epochs}"
         if not c.hours:
@@ -139,19 +139,16 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(
-        self, progress: Progress, tokens: int, loss: float, lr: float, numbers: dict
-    ) -> None:
+    def report_step(self, it: int, loss: float, lr: float, numbers: dict) -> None:
         """
-        Print the log line of the last iteration, of so many tokens, and write its record. time,
-        tok/s and mfu are means over the iterations since the previous line: they include waits for
-        data, but no evaluations and saves. `numbers` are train_step's other numbers; those of an
-        experiment end the line. To fit 120 columns, it leaves out the gradient norm, the epoch and
-        the hours; the record has them.
+        Print the log line of iteration `it`, and write its record. time, tok/s and mfu are means
+        over the iterations since the previous line: they include waits for data, but no evaluations
+        and saves. `numbers` are train_step's other numbers; those of an experiment end the line. To
+        fit 120 columns, it leaves out the gradient norm, the epoch and the hours; the record has
+        them.
         """
-        it, tokens_after = progress.iter_num - 1, progress.tokens
-        tokens = tokens_after - tokens  # before this iteration
-        seconds, rate = self.clock.lap_iterations(it + 1, tokens_after)
+        tokens = self.config.tokens_between(0, it)  # before this iteration
+        seconds, rate = self.lap_iterations(it + 1)
         mem_gib = self.hw.peak_memory_gib()
         mfu = self.hw.mfu(self.flops_per_token, rate)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
@@ -167,7 +164,7 @@ class Log:
             "step",
             iter=it,
             tokens=tokens,
-            tokens_after=tokens_after,
+            tokens_after=self.config.tokens_between(0, it + 1),
             epoch=tokens / self.train_tokens,
             loss=loss,
             lr=lr,
@@ -180,9 +177,19 @@ class Log:
             hours=self.clock.hours(),
         )
 
-    def launch_speed(self, tokens: int) -> tuple[float | None, float | None]:
+    def lap_iterations(self, it: int) -> tuple[float, float]:
+        """
+        Book a lap of steps after iteration it - 1, and return the seconds of an iteration, and the
+        tokens per second of all ranks, both as means since the last call.
+        """
+        self.clock.lap("steps")
+        (first, before), self.last_line = self.last_line, (it, self.clock.seconds["steps"])
+        elapsed = self.last_line[1] - before
+        return elapsed / (it - first), self.config.tokens_between(first, it) / elapsed
+
+    def launch_speed(self, it: int) -> tuple[float | None, float | None]:
         """Return this launch's mean tokens per second and MFU; None if they are unknown."""
-        trained = tokens - self.first_tokens
+        trained = self.config.tokens_between(self.first_iter, it)
         if not trained:
             return None, None
         rate = trained / (self.clock.seconds["steps"] - self.first_steps)
@@ -198,16 +205,16 @@ class Log:
         left = c.tokens_between(it + 1, c.max_iters) * pace
         return max(0.0, min(left, 3600 * (c.hours - done))) if c.hours else left
 
-    def report_eval(self, progress: Progress, numbers: dict[str, float]) -> None:
+    def report_eval(self, it: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
-        it, seconds = progress.iter_num, self.clock.since_lap()
+        seconds = self.clock.since_lap()
         if it == self.first_iter:  # leave this evaluation out of the pace by which eta counts
             self.first_hours = self.clock.hours()
         say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
             "eval",
             iter=it,
-            tokens=progress.tokens,
+            tokens=self.config.tokens_between(0, it),
             hours=self.clock.hours(),
             **numbers,
             seconds=seconds,
@@ -219,15 +226,18 @@ class Log:
         becomes = f"at iteration {it} each weight becomes its average over the last iterations"
         say(f"averages: training is complete; {becomes}")
 
-    def report_save(self, progress: Progress, size: int, is_best: bool) -> None:
-        """Log a save of `size` bytes, while its pause still lasts, and whether it is the best."""
-        it, seconds = progress.iter_num, self.clock.since_lap()
+    def report_save(self, it: int, complete: bool, size: int, is_best: bool) -> None:
+        """
+        Log a save of `size` bytes, while its pause still lasts, and whether it is that of the
+        complete run, and the best.
+        """
+        seconds = self.clock.since_lap()
         path = Path(self.config.out_dir, checkpoint_name(it))
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         best = ", best checkpoint so far" if is_best else ""
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}{best}")
         record = dict(path=str(path), bytes=size, seconds=seconds)
-        self.record("checkpoint", iter=it, complete=progress.complete, **record)
+        self.record("checkpoint", iter=it, complete=complete, **record)
 
     def sample(self, it: int) -> None:
         """
@@ -276,33 +286,32 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, progress: Progress) -> None:
+    def finish(self, reason: str, it: int, val_loss: float | None, complete: bool) -> None:
         """Print where the time went, why the run ended, and its results."""
         # the final evaluation and save may have used more memory than the iterations did
         mem_gib = self.hw.peak_memory_gib()
-        it, tokens = progress.iter_num, progress.tokens
-        seconds = self.clock.seconds
+        seconds, tokens = self.clock.seconds, self.config.tokens_between(0, it)
         total = sum(seconds.values())
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s]
         say(f"time: {duration(total)} wall = {', '.join(shares)}")
         say(f"end: {reason} after {it:,} iterations, {short(tokens)} tokens, {date()}")
-        say(*self.results(tokens, progress, mem_gib))
+        say(*self.results(it, tokens, val_loss, mem_gib))
         hours = self.clock.hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if self.tracker:
             self.tracker.close()
-        if progress.complete:  # after a signal, exit without waiting for loss.png
+        if complete:  # after a signal, exit without waiting for loss.png
             self.draw()
         keep_transcript(None)
 
-    def results(self, tokens: int, progress: Progress, mem_gib: float) -> list[str]:
+    def results(self, it: int, tokens: int, val_loss: float | None, mem_gib: float) -> list[str]:
         """
         Return the `name: value` lines that scripts read at the end of a run. val_loss is that of
         the last weights, or n/a if they were not evaluated. mfu, tokens_per_sec and mem_gib
         describe this launch; the other values describe the whole run.
         """
-        val_loss = math.inf if progress.val_loss is None else progress.val_loss
-        rate, mfu = self.launch_speed(tokens)
+        val_loss = math.inf if val_loss is None else val_loss
+        rate, mfu = self.launch_speed(it)
         values = dict(
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
             bits_per_byte=(self.data.bits_per_byte(val_loss), ".4f"),

@@ -15,7 +15,7 @@ from data.tokenizer import GPT2_VOCAB, Tokenizer, read_bpe, read_meta
 from model import GPTConfig
 from model_fast import FastConfig, config_from_dict, config_to_dict
 from run import checkpoint
-from run.checkpoint import Progress, State, state_of
+from run.checkpoint import State, state_of
 
 # On the hub, OpenAI's models belong to openai-community
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -116,10 +116,10 @@ def read_weights(name: str) -> State:
     except Exception as error:  # files of other programs or versions raise all kinds of errors
         raise UserError(f"{path}: is not a model ({one_line(error)})") from None
     # such as out/x/ckpt-00001500.pt, iteration 1,500, val loss 1.4851
-    if it := state.progress.iter_num:
+    if it := state.iter_num:
         state.source += f", iteration {it:,}"
-    if state.progress.val_loss is not None:
-        state.source += f", val loss {state.progress.val_loss:.4f}"
+    if state.val_loss is not None:
+        state.source += f", val loss {state.val_loss:.4f}"
     return state
 
 
@@ -201,7 +201,6 @@ def read_checkpoint(path: Path, saved: dict) -> State:
         if not name.endswith(".attn.bias")  # a causal mask, which old checkpoints contain
     }
     vocab, tokenizer = find_tokenizer(path, config.vocab_size, saved)
-    state = State(str(path), weights, config_to_dict(config), vocab, tokenizer)
     # nanoGPT saves right after its best evaluation
-    state.progress = Progress(saved.get("iter_num", 0), val_loss=saved.get("best_val_loss"))
-    return state
+    it, loss = saved.get("iter_num", 0), saved.get("best_val_loss")
+    return State(str(path), weights, config_to_dict(config), vocab, tokenizer, it, loss)

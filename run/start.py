@@ -75,8 +75,7 @@ def find_checkpoint(c: Config) -> State:
         state, path = checkpoint.state_of(*found), found[0]
         if not state.is_run:
             raise UserError(f"{path}: is not a checkpoint of this program; move it away")
-        it = state.progress.iter_num
-        if it != checkpoint.iteration(path):
+        if (it := state.iter_num) != checkpoint.iteration(path):
             raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
     if others := sorted(out_dir.glob("*.pt")):  # such as nanoGPT's ckpt.pt
@@ -129,9 +128,9 @@ def length_problems(c: Config, before: Config, state: State) -> list[str]:
     Return the problem if an unfinished run is asked for less than it has done, because it would end
     without decaying the learning rate.
     """
-    if c.eval_only or state.progress.complete:
+    if c.eval_only or state.complete:
         return []
-    done = dict(hours=training_hours(state.ledger), max_iters=state.progress.iter_num)
+    done = dict(hours=training_hours(state.ledger), max_iters=state.iter_num)
     asked = dict(hours=c.hours or math.inf, max_iters=c.max_iters)
     return [
         f"{key}: {c.out_dir} has done {n:,.7g}, you asked for {asked[key]:,}; to end soon with a "
@@ -185,7 +184,7 @@ def origin_lines(c: Config, state: State) -> list[str]:
     if not state.is_run:
         return [f"weights: {state.source}"]
     first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    lines = [f"resume: {state.source}, iteration {state.progress.iter_num:,}{first}"]
+    lines = [f"resume: {state.source}, iteration {state.iter_num:,}{first}"]
     if c.eval_only:
         return lines
     for name, before in values(config_before(state), Config).items():

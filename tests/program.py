@@ -504,8 +504,8 @@ class Run:
     @property
     def best(self) -> dict:
         """Load the checkpoint with the lowest validation loss."""
-        evaluated = [s for s in map(self.state, self.saved) if s["progress"]["val_loss"]]
-        return min(evaluated, key=lambda state: state["progress"]["val_loss"])
+        evaluated = [state for state in map(self.state, self.saved) if state["val_loss"]]
+        return min(evaluated, key=lambda state: state["val_loss"])
 
     @property
     def end(self) -> dict:
@@ -553,7 +553,7 @@ def assert_same_run(left: Path, right: Path, iter_num: int, log_has_gaps: bool =
     has gaps, check the records that it has.
     """
     a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
-    for key in ("model", "scaler", "rng", "progress"):
+    for key in ("model", "scaler", "iter_num", "val_loss", "complete"):
         assert same(a[key], b[key]), key
     # The optimizer's groups may differ: they hold only the config's hyperparameters, and the last
     # update's learning rate.

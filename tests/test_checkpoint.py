@@ -17,7 +17,7 @@ from program import contents
 from common.console import UserError, keep_transcript
 from common.files import read_record
 from run import checkpoint
-from run.checkpoint import Progress, RunFolder, State, checkpoint_name
+from run.checkpoint import RunFolder, State, checkpoint_name
 
 
 def flipped(content: bytes) -> bytes:
@@ -31,8 +31,8 @@ def load_newest(folder) -> State:
 
 def state(it: int, loss: float | None) -> State:
     """Return a state whose weights are its loss."""
-    weights, progress = dict(w=torch.full((9999,), loss or 0)), Progress(it, val_loss=loss)
-    return State(model=weights, progress=progress, optimizer=dict(param_groups=[]))
+    weights, groups = dict(w=torch.full((9999,), loss or 0)), dict(param_groups=[])
+    return State(model=weights, iter_num=it, val_loss=loss, optimizer=groups)
 
 
 NEWEST = {  # how it gets its content, and words of the warning
@@ -78,7 +78,7 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_o
         return function(path)
 
     monkeypatch.setattr(checkpoint, step, delete_and_call)
-    assert load_newest(tmp_path).progress.iter_num == 3
+    assert load_newest(tmp_path).iter_num == 3
     assert not capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_a_save_that_fails_says_so_and_keeps_what_was_there(make_disk):
     folder = RunFolder(make_disk(1 << 20), keep=2)
     folder.save(state(1, 5.0))
     before = contents(folder.path)
-    large = State(model=dict(w=torch.ones(10**6)), progress=Progress(2))
+    large = State(model=dict(w=torch.ones(10**6)), iter_num=2)
     with pytest.raises(UserError, match="ckpt-00000002.pt: is not saved .No space left on device"):
         folder.save(large)
     assert contents(folder.path) == before

@@ -4,17 +4,19 @@ Check a run's clock by itself. integration/test_time_limits.py has whole runs by
 
 import time
 from datetime import datetime, timedelta
+from unittest import mock
 
 import pytest
 
-from run.checkpoint import Progress, State
+from configurator import Config
 from run.clock import PAUSES, Clock, clock_time
+from run.log import Log
 
 
-def clock_at(seconds: float, monkeypatch, state: State | None = None) -> Clock:
+def clock_at(seconds: float, monkeypatch, **ledger: float) -> Clock:
     """Return the clock of a launch that began at time 0, `seconds` ago."""
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    return Clock(0.0, lambda: None, state or State())
+    return Clock(0.0, lambda: None, ledger)
 
 
 def test_the_save_timer_counts_from_the_start_up_and_then_from_the_end_of_a_save(monkeypatch):
@@ -39,9 +41,8 @@ def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypat
     assert clock.lap("start-up") == 50
     monkeypatch.setattr(time, "perf_counter", lambda: 80.0)
     assert clock.lap("steps") == 30
-    resumed = State(ledger=dict(clock.seconds), progress=Progress(3, 300))
 
-    later = clock_at(7, monkeypatch, resumed)
+    later = clock_at(7, monkeypatch, **clock.seconds)
     later.lap("start-up")
     assert later.hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
@@ -70,14 +71,15 @@ def test_speed_counts_iterations_since_the_last_log_line(monkeypatch):
     """
     now, waits = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    resumed = State(ledger=dict(steps=500.0), progress=Progress(7, 700))
-    clock = Clock(0.0, lambda: waits.append(now[0]), resumed)
+    clock = Clock(0.0, lambda: waits.append(now[0]), dict(steps=500.0))
+    c = Config(batch_size=1, gradient_accumulation_steps=1, block_size=100)
+    log = mock.Mock(config=c, clock=clock, last_line=(7, 500.0))
     now[0] = 30.0
-    assert clock.lap_iterations(10, 1000) == (10.0, 300 / 30)
+    assert Log.lap_iterations(log, 10) == (10.0, 300 / 30)
     now[0] = 130.0
     clock.lap("evaluation")  # no part of an iteration
     now[0] = 138.0
-    assert clock.lap_iterations(12, 1200) == (4.0, 200 / 8)
+    assert Log.lap_iterations(log, 12) == (4.0, 200 / 8)
     assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
     assert waits == [30.0, 130.0, 138.0]
 

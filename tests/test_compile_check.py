@@ -169,15 +169,13 @@ def compile_here(gpt, code, hw) -> None:
 
 @pytest.mark.parametrize("name", slow_but("gpt2", "fast in chunks", of=MODELS))
 def test_a_run_passes_correct_code_and_changes_nothing(name):
-    """Leave weights, buffers and random states bit for bit as they were, and no gradients."""
+    """Leave weights and buffers bit for bit as they were, and no gradients."""
     hw = hardware_in("bfloat16")
     gpt = build_model(MODELS[name])
     weights = {n: p.clone() for n, p in gpt.state_dict().items()}
-    states = hw.get_rng_states()
     compile_here(gpt, right, hw)
     for n, p in gpt.state_dict().items():
         assert torch.equal(p, weights[n]), n
-    assert torch.equal(hw.get_rng_states()["cpu"], states["cpu"])
     assert all(p.grad is None for p in gpt.parameters())
     assert gpt.training
 

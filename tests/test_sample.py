@@ -130,7 +130,7 @@ def test_a_runs_folder_means_its_whole_checkpoint_with_the_lowest_loss(flag, gpt
     for it, (letter, val_loss) in enumerate(PARROTS.items(), 1):
         path = write_parrot(gpt2, tmp_path / f"ckpt-{it:08}.pt", token=LETTERS.index(letter))
         state = torch.load(path, weights_only=True)
-        state["progress"] |= dict(iter_num=it, val_loss=val_loss)
+        state |= dict(iter_num=it, val_loss=val_loss)
         torch.save(state, path)
     assert sample(f"{flag}={tmp_path}", *GREEDILY) == ["ayyyyy"]
     (tmp_path / "ckpt-00000002.pt").write_bytes(b"cut")

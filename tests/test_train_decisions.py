@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from configurator import Config
-from run.checkpoint import Progress
 from train import (
     evaluation_due,
     get_lr,
@@ -48,16 +47,9 @@ def test_a_run_evaluates_at_every_interval():
     assert due == [0, 10, 20, 30, 40]
 
 
-def test_progress_forgets_a_loss_with_the_next_update():
-    progress = Progress(val_loss=5.6, complete=True)
-    progress.advance(tokens=128)
-    assert progress == Progress(1, 128, None)
-
-
 def test_a_run_saves_at_intervals_and_after_an_evaluation():
     def due(it=20, since_save=10.0, val_loss=None, interval=15):
-        progress = Progress(iter_num=it, val_loss=val_loss)
-        return asked(save_due, Config(checkpoint_interval=interval), progress, since_save)
+        return asked(save_due, Config(checkpoint_interval=interval), it, val_loss, since_save)
 
     assert [it for it in range(46) if due(it)] == [15, 30, 45]
     assert not due(0) and not due(0, val_loss=5.6)  # the untrained model

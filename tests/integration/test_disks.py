@@ -95,7 +95,7 @@ def leftovers(out_dir: Path) -> list[Path]:
 
 
 def best_iter(ran: Run) -> int:
-    return ran.best["progress"]["iter_num"]
+    return ran.best["iter_num"]
 
 
 def best_logged(ran: Run) -> int:

@@ -333,7 +333,7 @@ class LaunchKeys:
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
 MODEL_LINE = "    model = make_model(c, data.vocab, hw, state)\n"
-RECORD_LINE = '            progress.val_loss = measured["val_loss"]\n'
+RECORD_LINE = "            log.report_eval(it, measured)\n"
 EDITS = [
     (DATA_LINE, DATA_LINE + SECOND),
     (RECORD_LINE, NUMBER + RECORD_LINE),
@@ -353,7 +353,7 @@ TEACHER_EDITS = [
 ]
 MIXTURE_EDITS = [
     (DATA_LINE, DATA_LINE + SECOND + REFUSE),
-    (line := "    batches = Batches(data, c, hw.device, progress.tokens)\n", line + MIX),
+    (line := "    batches = Batches(data, c, hw.device, it)\n", line + MIX),
 ]
 MIXTURE_FILES = MIXTURE | {
     "configurator.py": """
@@ -595,7 +595,7 @@ def test_the_documented_batch_that_doubles_is_resumed_and_totals_and_a_plan_coun
     for result in (straight, resumed):
         assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in result.out, result
     assert_same_run(halves, whole, 8)
-    assert checkpoint(whole, 8)["progress"]["tokens"] == total
+    assert column(whole, "end", "tokens") == [total]
     assert planned.code == 0, planned.err
     figures = json.loads(plan.read_text("utf-8"))
     assert figures["total_tokens"] == total

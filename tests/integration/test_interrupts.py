@@ -177,13 +177,12 @@ def test_a_resume_that_ends_where_it_begins_completes_the_run_once(recipe, tiny,
     trainer.launch(**keys)
     (ran.out_dir / "ckpt-00000005.pt").unlink()
     before = ran.state(4)
-    assert before["progress"]["val_loss"] is not None
+    assert before["val_loss"] is not None
     train(**keys | dict(max_iters=4))
     after = ran.state(4)
-    assert after["progress"]["complete"] and same(before["model"], after["model"]) == (recipe == {})
-    assert after["progress"]["val_loss"] == pytest.approx(ran.evals("val_loss")[-1], rel=1e-8)
-    losses = [state["progress"]["val_loss"] for state in (before, after)]
-    assert (losses[0] == losses[1]) == (recipe == {})
+    assert after["complete"] and same(before["model"], after["model"]) == (recipe == {})
+    assert after["val_loss"] == pytest.approx(ran.evals("val_loss")[-1], rel=1e-8)
+    assert (before["val_loss"] == after["val_loss"]) == (recipe == {})
     assert "iterations are done" in train(**keys | dict(max_iters=4)).out
 
 
@@ -237,7 +236,7 @@ def test_the_best_checkpoint_has_the_lowest_logged_loss_across_a_resume(tiny, ra
     assert min(losses, key=losses.get) == 12, losses
     assert same(ran.best["model"], ran.state(12)["model"])
     # the log keeps nine digits
-    assert ran.best["progress"]["val_loss"] == pytest.approx(losses[12], rel=1e-8)
+    assert ran.best["val_loss"] == pytest.approx(losses[12], rel=1e-8)
 
 
 def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):

@@ -95,7 +95,7 @@ def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(
             print(damage(ran.out_dir / f"ckpt-{ran.saved[-1]:08}.pt", chance))
     train(**tiny)
     assert_same_run(straight, ran.out_dir, END, log_has_gaps)
-    assert ran.best["progress"]["iter_num"] == END
+    assert ran.best["iter_num"] == END
     # an iteration is there twice if a signal ended its evaluation: without the evaluation, and with
     # it
     saved = ran.column("checkpoint", "iter")

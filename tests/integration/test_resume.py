@@ -49,7 +49,9 @@ OTHERS: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
-def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(others, corpus, ran, tmp_path):
+def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(
+    others, corpus, ran, tmp_path
+):
     keys = SHORT_RUN | dict(dataset=corpus) | others
     train(**keys, out_dir=tmp_path / "straight")
     trainer = InProcessRun()
@@ -90,13 +92,13 @@ def test_an_unfinished_run_is_refused_fewer_iterations_than_it_has_done(corpus, 
     keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=4)
     train(**keys)
     state = ran.state()
-    state["progress"]["complete"] = False
+    state["complete"] = False
     torch.save(state, ran.out_dir / "ckpt-00000004.pt")
     before = contents(ran.out_dir)
     refused(run("train.py", *flags(**keys | dict(max_iters=3))), "max_iters: ")
     assert contents(ran.out_dir) == before
     train(**keys)
-    assert ran.state()["progress"]["complete"]
+    assert ran.state()["complete"]
 
 
 def test_eval_iters_counts_the_micro_batches_of_an_evaluation(corpus, tmp_path):
