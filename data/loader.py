@@ -9,9 +9,10 @@ Feed the model: decide the order of the training windows, and load micro-batches
     windows        loader.py     block_size + 1 tokens each, in the order of ShuffledWindows
     micro-batches  loader.py     batch_size windows, on the device
 
-The window order of a split and a block_size is a pure function of the seed, and an iteration's place
-in it follows from its number. That number is all a resumed run needs, and changing the batch size,
-gradient accumulation or the number of ranks only splits the same sequence of windows differently.
+The window order of a split and a block_size is a pure function of the seed, and the place of an
+iteration in it follows from its number. That number is all a resumed run needs, and changing the
+batch size, gradient accumulation or the number of ranks only splits the same sequence of windows
+differently.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ Saves and loads checkpoints that survive kills, full disks and flipped bits; man
 out_dir/ckpt-00000500.pt holds the State after 500 iterations, which train.py's state_to_save()
 collects. A checkpoint is written under a temporary name, flushed to disk and then renamed, so
 any file with a checkpoint's name is complete. The file is in torch's own format, a zip archive with
-a CRC-32 for every record. torch.load does not verify these checksums, so damage() does.
+a CRC-32 for every record. torch.load does not verify these checksums, so load() does.
 """
 
 import contextlib
@@ -74,20 +74,6 @@ class State:
                 raise UserError(f"{self.source}: {name} is not finite; give an older checkpoint")
 
 
-def state_of(path: Path, saved: dict) -> State:
-    """
-    Return the State in what load() has read. Raises UserError if another model.py wrote it, whose
-    model has fields that are unknown here.
-    """
-    known = {"model", *(f.name for f in fields(FastConfig))}
-    sizes = saved.get("model_config", {})
-    if strange := [f"{name}={value!r}" for name, value in sizes.items() if name not in known]:
-        hint = "use the model.py that it was trained with"
-        raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
-    parts = {f.name: saved[f.name] for f in fields(State) if f.name in saved}
-    return State(**parts | dict(source=str(path)))
-
-
 # -----------------------------------------------------------------------------
 # One file
 
@@ -107,49 +93,46 @@ def write(state: State, path: Path) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def damage(path: Path) -> str:
+def load(path: Path, whole: bool = True) -> dict:
     """
-    Read the whole file, and return why it cannot be loaded, or "". Raises UserError if the file has
-    another format.
-    """
-    try:
-        with open(path, "rb") as file:
-            record = zipfile.ZipFile(file).testzip()
-        if record:
-            return f"damaged: record {record} has the wrong checksum"
-        read_unchecked(path)
-    except UserError:
-        raise
-    except Exception as error:  # a damaged file can raise anything
-        # A dead link or a failing disk. EINVAL means damage: zipfile seeks to where a damaged
-        # directory points.
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            return f"cannot be read ({error.strerror})"
-        return f"damaged, or not a checkpoint of tensors and plain values ({type(error).__name__})"
-    return ""
-
-
-def load(path: Path) -> dict:
-    """Return what a file holds. Raises UserError if it is damaged or cannot be read here."""
-    if problem := damage(path):
-        raise UserError(f"{path}: {problem}")
-    return read_unchecked(path)
-
-
-def read_unchecked(path: Path) -> dict:
-    """
-    Return what a file holds, without looking for damage. No code from the file is executed.
-    Tensors are memory-mapped, so they are read on first use, and processes on one machine share
-    their pages. Raises UserError if the file has another format.
+    Return what a file holds, after reading the `whole` of it for damage. No code from the file is
+    executed. Tensors are memory-mapped, so they are read on first use, and processes on one machine
+    share their pages. Raises UserError if the file is damaged or cannot be read.
     """
     # torch maps a file by its name in UTF-8, so one whose name is not UTF-8 is read at once
     maps = os.fsencode(path) == str(path).encode(errors="replace")
-    with open(path, "rb") as file:
-        source = path if maps else file
-        saved = dict(torch.load(source, map_location="cpu", weights_only=True, mmap=maps))
+    try:
+        with open(path, "rb") as file:
+            if whole and zipfile.ZipFile(file).testzip():
+                raise zipfile.BadZipFile
+            file.seek(0)
+            source = path if maps else file
+            return dict(torch.load(source, map_location="cpu", weights_only=True, mmap=maps))
+    except Exception as error:  # a damaged file can raise anything
+        problem = (
+            f"damaged, or not a checkpoint of tensors and plain values ({type(error).__name__})"
+        )
+        # A dead link or a failing disk. EINVAL means damage: zipfile seeks to where a damaged
+        # directory points.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            problem = f"cannot be read ({error.strerror})"
+        raise UserError(f"{path}: {problem}") from None
+
+
+def state_of(path: Path, saved: dict) -> State:
+    """
+    Return the State in what load() has read. Raises UserError if another version of this program
+    wrote it, or another model.py, whose model has fields that are unknown here.
+    """
     if saved.get("format", FORMAT) != FORMAT:
         raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
-    return saved
+    known = {"model", *(f.name for f in fields(FastConfig))}
+    sizes = saved.get("model_config", {})
+    if strange := [f"{name}={value!r}" for name, value in sizes.items() if name not in known]:
+        hint = "use the model.py that it was trained with"
+        raise UserError(f"{path}: its model has {', '.join(strange)}, unknown here; {hint}")
+    parts = {f.name: saved[f.name] for f in fields(State) if f.name in saved}
+    return State(**parts | dict(source=str(path)))
 
 
 # -----------------------------------------------------------------------------
@@ -174,47 +157,35 @@ def newest_first(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration, reverse=True)
 
 
-def loss_of(path: Path) -> float:
+def best_first(out_dir: Path) -> list[Path]:
     """
-    Return the validation loss of a checkpoint's weights; inf if they were not evaluated. The best
-    checkpoint is the one for which this is lowest.
+    Return the paths of the checkpoints that can be read, the best first: that whose weights have
+    the lowest validation loss. Those that were not evaluated come last.
     """
-    loss = read_unchecked(path)["val_loss"]
-    return math.inf if loss is None or math.isnan(loss) else loss
-
-
-def by_loss(out_dir: Path) -> list[Path]:
-    """Return the paths of the checkpoints that can be read, the best first."""
     losses = {}
     for path in newest_first(out_dir):
-        with contextlib.suppress(Exception):  # a damaged file can raise anything
-            losses[path] = loss_of(path)
+        with contextlib.suppress(UserError, KeyError):
+            loss = load(path, whole=False)["val_loss"]
+            losses[path] = math.inf if loss is None or math.isnan(loss) else loss
     return sorted(losses, key=losses.__getitem__)
-
-
-def best_first(out_dir: Path) -> list[Path]:
-    """Return the paths of all checkpoints, the best first."""
-    return [*dict.fromkeys([*by_loss(out_dir), *newest_first(out_dir)])]
 
 
 def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path, dict] | None:
     """
-    Return the first valid checkpoint in the order of newest_first() or best_first(), and what it
+    Return the first intact checkpoint in the order of newest_first() or best_first(), and what it
     holds; None if out_dir has no checkpoint. Warns about each damaged one. Raises UserError if none
     can be read, so that a run never silently starts again.
     """
-    paths = order(out_dir)
-    for path in paths:
-        problem = damage(path)
-        with contextlib.suppress(FileNotFoundError):
-            if not problem:
-                return path, read_unchecked(path)
-        if not os.path.lexists(path) and newest_first(out_dir):
-            return load_first(out_dir, order)  # a run that saves has deleted it, so look again
-        warn(f"{path}: {problem}; trying another checkpoint")
-    if paths:
-        hint = "see above; restore one, or start in another --out_dir"
-        raise UserError(f"{out_dir}: none of its checkpoints can be read, {hint}")
+    for path in order(out_dir):
+        try:
+            return path, load(path)
+        except UserError as error:
+            if not os.path.lexists(path):  # a run that saves has deleted it, so look again
+                return load_first(out_dir, order)
+            warn(f"{error}; trying another checkpoint")
+    if newest_first(out_dir):
+        hint = "restore one, or start in another --out_dir"
+        raise UserError(f"{out_dir}: none of its checkpoints can be read; {hint}")
     return None
 
 
@@ -301,7 +272,7 @@ class RunFolder:
         Delete all checkpoints but the newest `keep`, the best one and those that cannot be read.
         Returns the best one.
         """
-        ranked = by_loss(self.path)
+        ranked = best_first(self.path)
         for path in newest_first(self.path)[keep:]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
                 if path in ranked[1:]:
