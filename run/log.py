@@ -11,6 +11,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 
 from common.console import (
-    UserError,
     command_line,
     duration,
     keep_transcript,
@@ -74,6 +74,19 @@ class Log:
         self.folder = folder
         self.tracker: Any = None  # a run.tracker.Tracker
         self.tokenizer: Tokenizer | None = None  # of samples
+        self.failed: set[str] = set()  # what attempt() has given up
+
+    def attempt(self, what: str, function: Callable, *arguments) -> Any:
+        """
+        Call what only reports: a tracker, a sample, a picture. If it fails, warn, and do without it
+        from now on, because it must not end a run.
+        """
+        if what not in self.failed:
+            try:
+                return function(*arguments)
+            except Exception as error:  # such as no network, or lack of memory
+                self.failed.add(what)
+                warn(f"{what}: {one_line(error)}; continuing without it")
 
     # -------------------------------------------------------------------------
     # The beginning
@@ -87,7 +100,7 @@ class Log:
         if c.tracker != "none" and is_main():
             from run.tracker import Tracker  # only here, because few runs have one
 
-            self.tracker = Tracker(c, self.first_iter)
+            self.tracker = self.attempt(c.tracker, Tracker, c, self.first_iter)
         commit = git_commit() if is_main() else None
         program = "nightshift" + (f" {commit}" if commit else "")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
@@ -118,11 +131,8 @@ class Log:
             peak_source=self.hw.peak_source,
             **self.data.record(),
         )
-        try:
-            if c.sample_tokens and is_main():
-                self.tokenizer = Tokenizer(self.data.tokenizer)
-        except UserError as error:  # offline, and the vocabulary is not cached
-            self.warn(self.first_iter, f"sample_tokens: {error}; continuing without samples")
+        if c.sample_tokens and is_main():  # offline, the vocabulary may not be cached
+            self.tokenizer = self.attempt("sample_tokens", Tokenizer, self.data.tokenizer)
 
     def length(self) -> str:
         """Return the run's length as text."""
@@ -240,21 +250,15 @@ class Log:
         self.record("checkpoint", iter=it, complete=complete, **record)
 
     def sample(self, it: int) -> None:
-        """
-        Log sample_tokens tokens from the model, always drawn with the same random numbers. If that
-        fails, warn and draw no more samples.
-        """
+        """Log sample_tokens tokens from the model, always drawn with the same random numbers."""
         if not self.tokenizer:
             return
         self.model.eval()
         with self.clock.pause("samples"):
-            try:
-                text = self.draw_text(self.tokenizer)
+            text = self.attempt("sample_tokens", self.draw_text, self.tokenizer)
+            if text is not None:
                 say(f"sample {it}:", *text.split("\n"), "")
                 self.record("sample", iter=it, text=text)
-            except Exception as error:  # such as lack of memory
-                self.tokenizer = None
-                self.warn(it, f"sample_tokens: {one_line(error)}; continuing without samples")
         self.model.train()
 
     def draw_text(self, tokenizer: Tokenizer) -> str:
@@ -281,7 +285,7 @@ class Log:
         record["time"] = datetime.now().astimezone().isoformat(timespec="seconds")
         self.folder.append("metrics.jsonl", json.dumps(record))
         if self.tracker:
-            self.tracker.log(record)
+            self.attempt(self.config.tracker, self.tracker.log, record)
 
     # -------------------------------------------------------------------------
     # The end
@@ -299,9 +303,9 @@ class Log:
         hours = self.clock.hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if self.tracker:
-            self.tracker.close()
+            self.attempt(self.config.tracker, self.tracker.close)
         if complete:  # after a signal, exit without waiting for loss.png
-            self.draw()
+            self.attempt("loss.png", self.draw)
         keep_transcript(None)
 
     def results(self, it: int, tokens: int, val_loss: float | None, mem_gib: float) -> list[str]:
@@ -328,17 +332,13 @@ class Log:
         ]
 
     def draw(self) -> None:
-        """Draw loss.png, or warn. During the run, compare.py draws it."""
+        """Draw loss.png. During the run, compare.py draws it."""
         if not is_main() or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
-        try:
-            from run.curves import read_run, save_picture  # only here, so that runs start sooner
+        from run.curves import read_run, save_picture  # only here, so that runs start sooner
 
-            file = self.folder.path / "metrics.jsonl"
-            save_picture([[read_run(file)]], file.with_name("loss.png"))
-        except Exception as error:
-            draw = command_line("python", "compare.py", self.config.out_dir)
-            warn(f"loss.png was not drawn ({one_line(error)}); {draw} draws it")
+        file = self.folder.path / "metrics.jsonl"
+        save_picture([[read_run(file)]], file.with_name("loss.png"))
 
 
 def launch_command() -> str:

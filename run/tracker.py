@@ -1,14 +1,13 @@
 """
-Send a run's figures to wandb or TensorBoard. Each is imported only if a run asks for it.
+Send a run's figures to wandb or TensorBoard. Each is imported only if a run asks for it. Its errors
+are caught in log.py.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.console import one_line, say, warn
+from common.console import say
 from configurator import Config, config_values
 
 # Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
@@ -21,10 +20,7 @@ NANOGPT_NAMES = {
 
 
 class Tracker:
-    """
-    Sends steps and evaluations to wandb or tensorboard, with MFU in percent. If the tracker fails,
-    warns once and sends nothing more.
-    """
+    """Sends steps and evaluations to wandb or tensorboard, with MFU in percent."""
 
     def __init__(self, c: Config, it: int):
         """
@@ -32,45 +28,35 @@ class Tracker:
         tensorboard discards the curves in out_dir after that, and wandb continues the run whose id
         is in out_dir/wandb_id.txt, dropping steps at or below its last one.
         """
-        self.kind: str = c.tracker
-        self.writer: Any = None
-        with self.warn_on_failure():
-            if self.kind == "wandb":
-                from wandb import init  # fails for a mere folder named wandb
+        self.is_wandb = c.tracker == "wandb"
+        self.writer: Any
+        if self.is_wandb:
+            from wandb import init  # fails for a mere folder named wandb
 
-                # In a terminal, wandb without a login would ask for one and wait all night. In a
-                # dumb terminal it fails instead
-                os.environ["TERM"] = "dumb"
-                id_file = Path(c.out_dir, "wandb_id.txt")
-                run_id = id_file.read_text() if it and id_file.exists() else ""
-                self.writer = init(
-                    id=run_id or None,
-                    resume="allow",
-                    allow_val_change=True,  # keys may change on a resume
-                    project=c.wandb_project,
-                    name=Path(c.out_dir).name,
-                    dir=c.out_dir,
-                    config=config_values(c),
-                )
-                id_file.write_text(self.writer.id)
-                if run_id:
-                    say(f"resume: wandb run {run_id}; wandb drops repeated steps")
-            elif self.kind == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
+            # In a terminal, wandb without a login would ask for one and wait all night. In a dumb
+            # terminal it fails instead
+            os.environ["TERM"] = "dumb"
+            id_file = Path(c.out_dir, "wandb_id.txt")
+            run_id = id_file.read_text() if it and id_file.exists() else ""
+            self.writer = init(
+                id=run_id or None,
+                resume="allow",
+                allow_val_change=True,  # keys may change on a resume
+                project=c.wandb_project,
+                name=Path(c.out_dir).name,
+                dir=c.out_dir,
+                config=config_values(c),
+            )
+            id_file.write_text(self.writer.id)
+            if run_id:
+                say(f"resume: wandb run {run_id}; wandb drops repeated steps")
+        else:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self.writer = SummaryWriter(c.out_dir, purge_step=it + 1 if it else 0)
-
-    @contextlib.contextmanager
-    def warn_on_failure(self) -> Iterator[None]:
-        """Send nothing more if this block fails. A broken tracker must not end a run."""
-        try:
-            yield
-        except Exception as error:
-            warn(f"tracker: {self.kind} fails ({one_line(error)}); continuing without it")
-            self.kind = "none"
+            self.writer = SummaryWriter(c.out_dir, purge_step=it + 1 if it else 0)
 
     def log(self, record: dict) -> None:
-        if self.kind == "none" or record["kind"] not in ("step", "eval"):
+        if record["kind"] not in ("step", "eval"):
             return
         numbers = {}
         for name, value in record.items():
@@ -79,16 +65,14 @@ class Tracker:
                 numbers[NANOGPT_NAMES.get(name, name)] = value
         if numbers.get("mfu"):
             numbers["mfu"] *= 100
-        with self.warn_on_failure():
-            if self.kind == "wandb":
-                self.writer.log(numbers | {"iter": record["iter"]}, step=record["iter"])
-            else:
-                for name, value in numbers.items():
-                    self.writer.add_scalar(name, value, record["iter"])
+        if self.is_wandb:
+            self.writer.log(numbers | {"iter": record["iter"]}, step=record["iter"])
+        else:
+            for name, value in numbers.items():
+                self.writer.add_scalar(name, value, record["iter"])
 
     def close(self) -> None:
-        with self.warn_on_failure():
-            if self.kind == "wandb":
-                self.writer.finish()
-            elif self.kind == "tensorboard":
-                self.writer.close()
+        if self.is_wandb:
+            self.writer.finish()
+        else:
+            self.writer.close()

@@ -34,7 +34,7 @@ def test_a_run_trains_on_with_a_warning_without_the_tokenizer_of_its_samples(tin
     manifest.write_text(manifest.read_text().replace('"byte"', '"gpt2"'))
     with mock.patch("tiktoken.get_encoding", side_effect=ConnectionError):
         result = train(**tiny | dict(dataset=data, sample_tokens=5))
-    assert result.err.startswith("warning: ") and result.err.count(": sample_tokens: ") == 1
+    assert result.err.startswith("warning: ") and result.err.count("sample_tokens: ") == 1
     assert ran.saved[-1] == 8
 
 
