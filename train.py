@@ -380,7 +380,7 @@ def evaluate_only(model, data: Dataset, c: Config, hw: Hardware, it: int) -> Non
 def end_if_skipping(skips: int) -> None:
     """End the run after MAX_SKIPS skipped updates in a row: more iterations will not help."""
     if skips >= MAX_SKIPS:
-        hint = "try a lower learning_rate or --dtype=float32"
+        hint = "try --init_from=resume with a lower learning_rate or --dtype=float32"
         raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
 
 
@@ -391,7 +391,7 @@ def end_if_diverged(model, it: int, val_loss: float | None) -> None:
         signs.append(f"the val loss is {val_loss:.4g}")
     if signs:
         problem = f"iter {it}: {signs[0]}, so the weights are not saved"
-        raise UserError(f"{problem}; use a lower learning_rate; {RESUME}")
+        raise UserError(f"{problem}; try --init_from=resume with a lower learning_rate; {RESUME}")
 
 
 def state_to_save(c, data: Dataset, model, optimizer, scaler, clock, progress: dict) -> State:
