@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
             if val_loss is not None:
                 log.sample(it)
         set_rates(optimizer, it, c, hours)
-        set_seed(c.seed, it)
+        hw.seed(c.seed, it, rank())  # so dropout follows from these, whatever drew in between
         micro_batches = batches.take(it)
         total_loss, numbers = train_step(
             ddp_model, optimizer, scaler, micro_batches, c.grad_clip, hw.autocast()
@@ -271,15 +271,6 @@ def make_model(c: Config, vocab: int, hw: Hardware, state: State):
     if state.model:
         state.load_weights(model)
     return model
-
-
-def set_seed(seed: int, it: int) -> None:
-    """
-    Seed the random numbers of iteration `it` on this rank: those of dropout, and of random changes
-    to the text. So no checkpoint has to store a random state, and nothing between two iterations
-    can disturb one.
-    """
-    torch.manual_seed(hash((seed, it, rank())))  # numbers have the same hash in every process
 
 
 def run_length(it: int, c: Config, hours: float) -> float:

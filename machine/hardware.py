@@ -66,6 +66,14 @@ class Hardware:
         """Wait until the device has finished all queued work."""
         getattr(torch, self.device.type).synchronize()
 
+    def seed(self, *numbers: int) -> None:
+        """Seed the random numbers of this process and of its device, such as those of dropout."""
+        # torch.manual_seed() would seed all devices, which takes 0.3 ms on a CPU
+        number = hash(numbers)  # which is the same in every process
+        torch.default_generator.manual_seed(number)
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).manual_seed(number)
+
     def peak_memory_gib(self) -> float:
         """Return the peak GPU memory or, on Linux, the peak process memory; 0 if unknown."""
         if self.device.type == "cuda":

@@ -103,6 +103,24 @@ def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypa
     assert count_flops(config) == 2 * 2 * (12 * 96**2 + 2 * 96 * 48) + 2 * 4 * 96 * 100
 
 
+def test_each_iteration_and_rank_of_a_seed_draws_random_numbers_of_its_own(monkeypatch):
+    """Seed the GPU too, for which a function of torch stands in."""
+    cpu, gpu = (Hardware(torch.device(kind), FP32, "", 1.0, "") for kind in ("cpu", "cuda"))
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+
+    def drawn(hw: Hardware, *row: int) -> tuple[float, ...]:
+        hw.seed(*row)
+        return tuple(torch.rand(9).tolist())
+
+    rows = [
+        (seed, it, rank) for seed in (0, 1, 2**63 - 1) for it in (0, 1, 2**40) for rank in (0, 1)
+    ]
+    assert len({drawn(cpu, *row) for row in rows}) == len(rows) and not seeds
+    assert [drawn(gpu, *row) == drawn(cpu, *row) for row in rows] == [True] * len(rows)
+    assert len({*seeds}) == len(seeds) == len(rows)
+
+
 # get_arch_list() of PyPI's torch 2.13.0
 WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
 

@@ -26,7 +26,7 @@ from training_setup import TrainingSetup
 from configurator import Config
 from data.shards import open_dataset
 from machine.hardware import set_up
-from train import estimate_loss, set_seed, sum_losses
+from train import estimate_loss, sum_losses
 
 TINY = TINY_RUN | dict(
     n_layer=1,
@@ -73,18 +73,6 @@ def test_training_waits_for_the_device_only_at_log_lines(tokens, tmp_path):
     # four more lines: no more than one wait for each number of a record
     numbers = len(records(tmp_path / "6 iterations, a line each 100", "step")[-1])
     assert few < waits(6, 1) <= few + 4 * numbers
-
-
-def test_each_iteration_and_rank_of_a_seed_draws_random_numbers_of_its_own(monkeypatch):
-    def drawn(seed: int, it: int, rank: str) -> tuple[float, ...]:
-        monkeypatch.setenv("RANK", rank)
-        set_seed(seed, it)
-        return tuple(torch.rand(9).tolist())
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    rows = [(seed, it, rank) for seed in (0, 1, 2**63 - 1) for it in (0, 1, 2**40) for rank in "01"]
-    assert len({drawn(*row) for row in rows}) == len(rows)
-    assert drawn(*rows[5]) == drawn(*rows[5])
 
 
 def test_an_evaluation_reads_a_million_tokens_of_train_and_of_others_as_many_as_asked(tmp_path):
