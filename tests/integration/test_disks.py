@@ -198,7 +198,9 @@ def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
     return [*states.values()]
 
 
-OFTEN = dict(log_interval=1)  # with max_iters=2, otherwise, iteration 1 would have a line
+# a line each iteration, because with max_iters=2 iteration 1 has one, and a seed whose best loss
+# comes in the middle
+OFTEN = dict(log_interval=1, seed=1)
 
 
 @pytest.mark.parametrize(
