@@ -299,7 +299,7 @@ class Log:
         shares = [f"{name} {s:.1f}s ({s / total:.1%})" for name, s in seconds.items() if s]
         say(f"time: {duration(total)} wall = {', '.join(shares)}")
         say(f"end: {reason} after {it:,} iterations, {short(tokens)} tokens, {date()}")
-        say(*self.results(it, tokens, val_loss, mem_gib))
+        say(*self.results(it, val_loss, mem_gib))
         hours = self.clock.hours()
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if self.tracker:
@@ -308,12 +308,13 @@ class Log:
             self.attempt("loss.png", self.draw)
         keep_transcript(None)
 
-    def results(self, it: int, tokens: int, val_loss: float | None, mem_gib: float) -> list[str]:
+    def results(self, it: int, val_loss: float | None, mem_gib: float) -> list[str]:
         """
         Return the `name: value` lines that scripts read at the end of a run. val_loss is that of
         the last weights, or n/a if they were not evaluated. mfu, tokens_per_sec and mem_gib
         describe this launch; the other values describe the whole run.
         """
+        tokens = self.config.tokens_between(0, it)
         val_loss = math.inf if val_loss is None else val_loss
         rate, mfu = self.launch_speed(it)
         values = dict(
