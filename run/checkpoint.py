@@ -176,14 +176,15 @@ def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path
     holds; None if out_dir has no checkpoint. Warns about each damaged one. Raises UserError if none
     can be read, so that a run never silently starts again.
     """
-    for path in order(out_dir):
+    paths = order(out_dir)
+    for path in paths:
         try:
             return path, load(path)
         except UserError as error:
-            if not os.path.lexists(path):  # a run that saves has deleted it, so look again
-                return load_first(out_dir, order)
+            if not os.path.lexists(path) and newest_first(out_dir):
+                return load_first(out_dir, order)  # a run that saves has deleted it, so look again
             warn(f"{error}; trying another checkpoint")
-    if newest_first(out_dir):
+    if paths or newest_first(out_dir):
         hint = "restore one, or start in another --out_dir"
         raise UserError(f"{out_dir}: none of its checkpoints can be read; {hint}")
     return None
