@@ -153,14 +153,16 @@ def rescale(decay: float, length: float) -> float:
 
 
 @torch.no_grad()
-def take_averages(optimizer: torch.optim.Optimizer) -> bool:
+def swap_averages(optimizer: torch.optim.Optimizer) -> bool:
     """
-    Replace each weight by its average, if the optimizer keeps one. A second call changes nothing.
-    Returns whether there were any averages.
+    Exchange each weight with its average, if the optimizer keeps one. A second call undoes the
+    first. Returns whether there were any averages.
     """
     averaged = [(p, state) for p, state in optimizer.state.items() if "average" in state]
     for p, state in averaged:
+        weight = p.clone()
         p.copy_(state["average"])
+        state["average"].copy_(weight)
     return bool(averaged)
 
 
@@ -191,7 +193,7 @@ class Muon(torch.optim.AdamW):
     gradients.
 
     set_schedule() says how momenta, weight decay and beta2 change over the run. The state keeps a
-    running average of every weight, and take_averages() ends a run with the averages.
+    running average of every weight, and swap_averages() ends a run with the averages.
 
     As with torch's fused optimizers, a step changes nothing if the tensor `found_inf` is 1, and it
     never waits for the device.

@@ -37,7 +37,7 @@ from machine.hardware import Hardware
 from machine.ranks import StopSignal, end_process, wait_for_turn
 from model import count_targets
 from model_fast import build_model, config_to_dict, model_config
-from optimizer import build_optimizer, take_averages
+from optimizer import build_optimizer, swap_averages
 from run.checkpoint import State
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line
@@ -81,6 +81,8 @@ def main(argv: list[str]) -> int:
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     restore(state, optimizer, scaler)
+    if state.complete:  # its checkpoint has the averages as weights; the weights go on
+        swap_averages(optimizer)
     batches = Batches(data, c, hw.device, it)
 
     # What keeps the books. From here on out_dir belongs to this run
@@ -153,7 +155,7 @@ def main(argv: list[str]) -> int:
     # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
     # evaluated. One that was stopped before is only saved, and resumes where it stopped
     if over:
-        if take_averages(optimizer):
+        if swap_averages(optimizer):
             log.report_averages(it)
             val_loss = None  # other weights had it
         if val_loss is None:

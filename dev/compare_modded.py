@@ -42,7 +42,7 @@ from configurator import Config, load_config
 from data.loader import Batch, to_batch
 from machine import hardware
 from model_fast import build_model, model_config
-from optimizer import NEWTON_SCHULZ, PUBLIC_ITERS, build_optimizer, take_averages
+from optimizer import NEWTON_SCHULZ, PUBLIC_ITERS, build_optimizer, swap_averages
 from train import set_rates, train_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,7 +191,7 @@ def compare(what: str, path: Path, c: Config) -> dict:
     apart = {}
     for which, last in (("last", theirs.raw), ("averaged", theirs.weights())):
         if which == "averaged":
-            take_averages(ours.optimizer)
+            swap_averages(ours.optimizer)
         found = ours.model.state_dict()
         far = {n: ((found[n] - p).norm() / (p - first[n]).norm()).item() for n, p in last.items()}
         worst = max(far, key=far.__getitem__)

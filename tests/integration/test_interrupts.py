@@ -151,22 +151,29 @@ def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny,
     assert ran.column("end", "reason") == ["max_iters"]
 
 
-def test_a_fast_run_ends_with_the_averages_of_its_weights(tiny, ran, tmp_path):
-    """Use the averages only when the run is complete, and once, also if a kill delays its end."""
-    keys = tiny | FAST
+def test_a_fast_run_ends_with_the_averages_of_its_weights_and_goes_on_from_the_weights(
+    tiny, ran, tmp_path
+):
+    """Exchange both only when the run is complete, and once, also if a kill delays its end."""
+    keys, trainer = tiny | FAST, InProcessRun()
     train(**keys | dict(out_dir=tmp_path))
-    trainer = InProcessRun()
+    weights: list[torch.Tensor] = []  # of an embedding, before each update and after the last one
+    trainer.at["update", None] = lambda: weights.append(trainer.embedding.weight.detach().clone())
     trainer.at["evaluation", 4] = raises(KeyboardInterrupt())
     assert trainer.launch(**keys).code == 130
     assert trainer.launch(**keys).code == 0
     assert_same_run(tmp_path, ran.out_dir, 12)
-    for it, is_averaged in ((8, False), (12, True)):
+    assert trainer.launch(**keys | dict(max_iters=13, keep_checkpoints=99)).code == 0
+    for it, last in ((8, weights[8]), (12, weights[-1])):
         saved = ran.state(it)
         groups, state = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         numbers = {n: i for g in groups for n, i in zip(g["param_names"], g["params"], strict=True)}
         averages = {name: state[number]["average"] for name, number in numbers.items()}
         assert averages.keys() == saved["model"].keys()
-        assert is_averaged == all(same(averages[name], p) for name, p in saved["model"].items())
+        both = (averages, saved["model"])
+        assert [any(torch.equal(last, p) for p in some.values()) for some in both] == (
+            [True, False] if it == 12 else [False, True]
+        )
 
 
 @pytest.mark.parametrize("recipe", [FAST, {}], ids=["averages", "adamw"])
