@@ -35,7 +35,7 @@ from machine import hardware, ranks
 from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
 from machine.hardware import Hardware
-from machine.ranks import StopSignal, end_process, wait_for_turn
+from machine.ranks import StopSignal
 from model import count_targets
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, take_averages
@@ -434,4 +434,4 @@ def restore(state: State, optimizer, scaler, hw: Hardware) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, MEMORY_HINT, wait_for_turn, end_process)
+    run_main(main, MEMORY_HINT)
