@@ -4,7 +4,7 @@ Saves and loads checkpoints that survive kills, full disks and flipped bits; man
 out_dir/ckpt-00000500.pt holds the State after 500 iterations, which train.py's state_to_save()
 collects. A checkpoint is written under a temporary name, flushed to disk and then renamed, so
 any file with a checkpoint's name is complete. The file is in torch's own format, a zip archive with
-a CRC-32 for every record. torch.load does not verify these checksums, so damage() does.
+a CRC-32 for every record. torch.load does not verify these checksums, so load() does.
 """
 
 import contextlib
@@ -89,9 +89,11 @@ class State:
 
 def state_of(path: Path, saved: dict) -> State:
     """
-    Return the State in what load() has read. Raises UserError if another model.py wrote it, whose
-    model has fields that are unknown here.
+    Return the State in what load() has read. Raises UserError if a run of another format wrote it,
+    or another model.py, whose model has fields that are unknown here.
     """
+    if "progress" in saved and saved.get("format") != FORMAT:  # from a run, not only weights
+        raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
     known = {"model", *(f.name for f in fields(FastConfig))}
     sizes = saved.get("model_config", {})
     if strange := [f"{name}={value!r}" for name, value in sizes.items() if name not in known]:
@@ -121,49 +123,38 @@ def write(state: State, path: Path) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def damage(path: Path) -> str:
+def load(path: Path) -> dict:
     """
-    Read the whole file, and return why it cannot be loaded, or "". Raises UserError if the file has
-    another format.
+    Read a whole file, and return what it holds. Raises UserError if it is damaged or cannot be read
+    here.
     """
     try:
         with open(path, "rb") as file:
             record = zipfile.ZipFile(file).testzip()
-        if record:
-            return f"damaged: record {record} has the wrong checksum"
-        read_unchecked(path)
-    except UserError:
-        raise
+        if not record:
+            return read_unchecked(path)
+        problem = f"damaged: record {record} has the wrong checksum"
     except Exception as error:  # a damaged file can raise anything
+        problem = "damaged, or not a checkpoint of tensors and plain values"
+        problem += f" ({type(error).__name__})"
         # A dead link or a failing disk. EINVAL means damage: zipfile seeks to where a damaged
         # directory points.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
-            return f"cannot be read ({error.strerror})"
-        return f"damaged, or not a checkpoint of tensors and plain values ({type(error).__name__})"
-    return ""
-
-
-def load(path: Path) -> dict:
-    """Return what a file holds. Raises UserError if it is damaged or cannot be read here."""
-    if problem := damage(path):
-        raise UserError(f"{path}: {problem}")
-    return read_unchecked(path)
+            problem = f"cannot be read ({error.strerror})"
+    raise UserError(f"{path}: {problem}")
 
 
 def read_unchecked(path: Path) -> dict:
     """
     Return what a file holds, without looking for damage. No code from the file is executed.
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
-    their pages. Raises UserError if the file has another format.
+    their pages.
     """
     # torch maps a file by its name in UTF-8, so one whose name is not UTF-8 is read at once
     maps = os.fsencode(path) == str(path).encode(errors="replace")
     with open(path, "rb") as file:
         source = path if maps else file
-        saved = dict(torch.load(source, map_location="cpu", weights_only=True, mmap=maps))
-    if "progress" in saved and saved.get("format") != FORMAT:  # from a run, not only weights
-        raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
-    return saved
+        return dict(torch.load(source, map_location="cpu", weights_only=True, mmap=maps))
 
 
 # -----------------------------------------------------------------------------
@@ -188,27 +179,21 @@ def newest_first(out_dir: Path) -> list[Path]:
     return sorted(paths, key=iteration, reverse=True)
 
 
-def loss_of(path: Path) -> float:
+def loss_of(path: Path) -> float | None:
     """
-    Return the validation loss of a checkpoint's weights; inf if they were not evaluated. The best
-    checkpoint is the one for which this is lowest.
+    Return the validation loss of a checkpoint's weights; inf if they were not evaluated, None if
+    the file cannot be read. The best checkpoint is the one for which this is lowest.
     """
-    loss = read_unchecked(path)["progress"]["val_loss"]
-    return math.inf if loss is None or math.isnan(loss) else loss
-
-
-def by_loss(out_dir: Path) -> list[Path]:
-    """Return the paths of the checkpoints that can be read, the best first."""
-    losses = {}
-    for path in newest_first(out_dir):
-        with contextlib.suppress(Exception):  # a damaged file can raise anything
-            losses[path] = loss_of(path)
-    return sorted(losses, key=losses.__getitem__)
+    with contextlib.suppress(Exception):  # a damaged file can raise anything
+        loss = read_unchecked(path)["progress"]["val_loss"]
+        return math.inf if loss is None or math.isnan(loss) else loss
+    return None
 
 
 def best_first(out_dir: Path) -> list[Path]:
-    """Return the paths of all checkpoints, the best first."""
-    return [*dict.fromkeys([*by_loss(out_dir), *newest_first(out_dir)])]
+    """Return the paths of all checkpoints, the best first, and last those that cannot be read."""
+    losses = {path: loss_of(path) for path in newest_first(out_dir)}
+    return sorted(losses, key=lambda path: (losses[path] is None, losses[path]))
 
 
 def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path, dict] | None:
@@ -219,13 +204,12 @@ def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path
     """
     paths = order(out_dir)
     for path in paths:
-        problem = damage(path)
-        with contextlib.suppress(FileNotFoundError):
-            if not problem:
-                return path, read_unchecked(path)
-        if not os.path.lexists(path) and newest_first(out_dir):
-            return load_first(out_dir, order)  # a run that saves has deleted it, so look again
-        warn(f"{path}: {problem}; trying another checkpoint")
+        try:
+            return path, load(path)
+        except UserError as error:
+            if not os.path.lexists(path) and newest_first(out_dir):
+                return load_first(out_dir, order)  # a run that saves has deleted it, so look again
+            warn(f"{error}; trying another checkpoint")
     if paths:
         hint = "see above; restore one, or start in another --out_dir"
         raise UserError(f"{out_dir}: none of its checkpoints can be read, {hint}")
@@ -315,12 +299,12 @@ class RunFolder:
         Delete all checkpoints but the newest `keep`, the best one and those that cannot be read.
         Returns the best one.
         """
-        ranked = by_loss(self.path)
+        best = next(iter(best_first(self.path)), None)
         for path in newest_first(self.path)[keep:]:
             with contextlib.suppress(PermissionError):  # on Windows another program has it open
-                if path in ranked[1:]:
+                if path != best and loss_of(path) is not None:
                     path.unlink(missing_ok=True)
-        return ranked[0] if ranked else None
+        return best
 
     def append(self, name: str, line: str) -> None:
         """Append a line to metrics.jsonl or log.txt. Warns once if the disk does not take it."""
