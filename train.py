@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
     # What keeps the books. From here on out_dir belongs to this run
     ranks.on_main(folder.claim, state)  # only rank 0 writes
     clock = Clock(began, hw.synchronize, state)
-    log = Log(c, clock, hw, data, model, progress, folder)
-    log.begin(about)
+    log = Log(c, clock, hw, data, model, folder)
+    log.begin(about, progress)
     saved = replace(progress) if state.is_run else None  # what the newest checkpoint holds
     del state  # frees the loaded checkpoint
 

@@ -54,16 +54,9 @@ class Log:
         hw: Hardware,
         data: Dataset,
         model,
-        progress: Progress,
         folder: RunFolder,
     ):
-        """
-        Take the parts of the run that the log tells about, the progress at which this launch
-        begins, and the folder, which writes.
-        """
-        self.first_iter, self.first_tokens = progress.iter_num, progress.tokens
-        self.first_steps = clock.seconds["steps"]
-        self.first_hours = training_hours(clock.seconds)
+        """Take the parts of the run that the log tells about, and the folder, which writes."""
         self.config = c
         self.clock = clock
         self.hw = hw
@@ -78,16 +71,17 @@ class Log:
     # -------------------------------------------------------------------------
     # The beginning
 
-    def begin(self, about: list[str]) -> None:
+    def begin(self, about: list[str], progress: Progress) -> None:
         """
         Start the tracker, describe the run, and open the tokenizer of its samples. `about` has
-        lines on what the run begins with, its device, model and data.
+        lines on what the run begins with, its device, model and data. This launch begins at
+        `progress`.
         """
-        c = self.config
+        c, it = self.config, progress.iter_num
         if c.tracker != "none" and is_main():
             from run.tracker import Tracker  # only here, because few runs have one
 
-            self.tracker = Tracker(c, self.first_iter)
+            self.tracker = Tracker(c, it)
         commit = git_commit() if is_main() else None
         program = "nightshift" + (f" {commit}" if commit else "")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
@@ -97,13 +91,13 @@ class Log:
             f"start: {date()}, {program}, torch {torch.__version__}",
             *about,
             f"tokens per iteration will be: {c.iter_tokens:,} = {sizes}",
-            f"run: {self.length()}, in {c.out_dir}",
+            f"run: {self.length(progress)}, in {c.out_dir}",
         )
         if world_size() > 1:
             say(f"processes: {world_size()}, each with its share of the micro-batches")
         self.record(
             "start",
-            iter=self.first_iter,
+            iter=it,
             config=config_values(c),
             parameters=sum(p.numel() for p in self.model.parameters()),
             flops_per_token=self.flops_per_token,
@@ -122,12 +116,12 @@ class Log:
             if c.sample_tokens and is_main():
                 self.tokenizer = Tokenizer(self.data.tokenizer)
         except UserError as error:  # offline, and the vocabulary is not cached
-            self.warn(self.first_iter, f"sample_tokens: {error}; continuing without samples")
+            self.warn(it, f"sample_tokens: {error}; continuing without samples")
 
-    def length(self) -> str:
+    def length(self, progress: Progress) -> str:
         """Return the run's length as text."""
         c = self.config
-        total = self.first_tokens + c.tokens_between(self.first_iter, c.max_iters)
+        total = progress.tokens + c.tokens_between(progress.iter_num, c.max_iters)
         epochs = f"{total / self.train_tokens:.2f} epochs"
         most = f"{c.max_iters:,} iterations, {short(total)} tokens, {epochs}"
         if not c.hours:
@@ -161,7 +155,7 @@ class Log:
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
             f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {short(tokens)}, "
-            f"mem {mem_text}, eta {duration(self.eta(it))}{''.join(own)}"
+            f"mem {mem_text}, eta {duration(self.eta(progress, rate))}{''.join(own)}"
         )
         self.record(
             "step",
@@ -180,29 +174,15 @@ class Log:
             hours=self.clock.hours(),
         )
 
-    def launch_speed(self, tokens: int) -> tuple[float | None, float | None]:
-        """Return this launch's mean tokens per second and MFU; None if they are unknown."""
-        trained = tokens - self.first_tokens
-        if not trained:
-            return None, None
-        rate = trained / (self.clock.seconds["steps"] - self.first_steps)
-        return rate, self.hw.mfu(self.flops_per_token, rate)
-
-    def eta(self, it: int) -> float:
-        """
-        Return the estimated seconds to the end of the run, at this launch's mean pace, evaluations
-        and saves included.
-        """
-        c, done = self.config, self.clock.hours()
-        pace = 3600 * (done - self.first_hours) / c.tokens_between(self.first_iter, it + 1)
-        left = c.tokens_between(it + 1, c.max_iters) * pace
-        return max(0.0, min(left, 3600 * (c.hours - done))) if c.hours else left
+    def eta(self, progress: Progress, rate: float) -> float:
+        """Return the seconds that the other iterations take at this rate, or that hours leaves."""
+        c = self.config
+        left = c.tokens_between(progress.iter_num, c.max_iters) / rate
+        return max(0.0, min(left, 3600 * (c.hours - self.clock.hours()))) if c.hours else left
 
     def report_eval(self, progress: Progress, numbers: dict[str, float]) -> None:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
         it, seconds = progress.iter_num, self.clock.since_lap()
-        if it == self.first_iter:  # leave this evaluation out of the pace by which eta counts
-            self.first_hours = self.clock.hours()
         say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
             "eval",
@@ -298,11 +278,11 @@ class Log:
     def results(self, tokens: int, progress: Progress, mem_gib: float) -> list[str]:
         """
         Return the `name: value` lines that scripts read at the end of a run. val_loss is that of
-        the last weights, or n/a if they were not evaluated. mfu, tokens_per_sec and mem_gib
-        describe this launch; the other values describe the whole run.
+        the last weights, or n/a if they were not evaluated. mem_gib describes this launch; the
+        other values describe the whole run.
         """
         val_loss = math.inf if progress.val_loss is None else progress.val_loss
-        rate, mfu = self.launch_speed(tokens)
+        rate = tokens / self.clock.seconds["steps"] if tokens else None
         values = dict(
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
             bits_per_byte=(self.data.bits_per_byte(val_loss), ".4f"),
@@ -310,7 +290,7 @@ class Log:
             epochs=(tokens / self.train_tokens, ".2f"),
             seconds=(sum(self.clock.seconds.values()), ".1f"),
             tokens_per_sec=(rate, ".0f"),
-            mfu=(mfu, ".4f"),
+            mfu=(rate and self.hw.mfu(self.flops_per_token, rate), ".4f"),
             mem_gib=(mem_gib or None, ".2f"),
         )
         return [
