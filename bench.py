@@ -352,7 +352,7 @@ def main(argv: list[str]) -> int:
         keys = [*(BARE_CPU if device.type == "cpu" else BARE), *keys]
     config = load_config(keys)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
-        hardware.check_device(config)
+        hardware.choose_device(config)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     if mode == "check":

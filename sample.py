@@ -58,13 +58,6 @@ class SampleConfig:
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
 
 
-def read_prompt(start: str) -> str:
-    """Return the prompt: `start` itself, or the text of the file in FILE:name. Raises OSError."""
-    if not start.startswith("FILE:"):
-        return start
-    return read_text(Path(start.removeprefix("FILE:")))
-
-
 def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
     Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
@@ -79,9 +72,8 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     return ids[1:] or text.start_ids()
 
 
-def load_model(state: State, c: SampleConfig) -> GPT | FastGPT:
-    """Build the model with the weights of `state`, in the dtype and on the device of `c`."""
-    hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
+def load_model(state: State, c: SampleConfig, hw: hardware.Hardware) -> GPT | FastGPT:
+    """Build the model with the weights of `state`, in the dtype and on the device of `hw`."""
     model = build_model(config_from_dict(state.model_config))
     state.load_weights(model)
     model.to(hw.device, hw.dtype).eval()
@@ -90,31 +82,28 @@ def load_model(state: State, c: SampleConfig) -> GPT | FastGPT:
     return model
 
 
-def until_end(ids: list[int], text: Tokenizer) -> list[int]:
-    """Return the ids before the first end-of-text token."""
-    return ids[: ids.index(text.eot)] if text.eot in ids else ids
-
-
 def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
-    hardware.check_device(Config(device=c.device, dtype=c.dtype))
-    prompt = read_prompt(c.start)
+    hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
+    prompt = c.start
+    if prompt.startswith("FILE:"):
+        prompt = read_text(Path(prompt.removeprefix("FILE:")))
     # In a training config, scratch also means the run in out_dir.
     from_run = c.init_from in NOT_WEIGHTS
     state = read_weights(c.out_dir) if from_run else load_pretrained(c.init_from)
     text = Tokenizer(state.tokenizer)
-    model = load_model(state, c)
+    model = load_model(state, c, hw)
     vocab = state.vocab  # before padding
     say(f"model: {state.source}", console="stderr")
     del state  # memory-mapped: on Windows, a run could otherwise not replace its checkpoint
-    device = model.lm_head.weight.device
-    generator = torch.Generator(device).manual_seed(c.seed)
+    generator = torch.Generator(hw.device).manual_seed(c.seed)
     ids = encode(prompt, text)
-    idx = torch.tensor([ids] * c.num_samples, device=device)
+    idx = torch.tensor([ids] * c.num_samples, device=hw.device)
     chosen = (c.temperature, c.top_k, c.top_p, generator)
     for sample in generate(model, idx, c.max_new_tokens, vocab, *chosen).tolist():
-        whole = ids + until_end(sample[len(ids) :], text)
-        say(text.decode(whole), RULER)
+        new = sample[len(ids) :]
+        end = new.index(text.eot) if text.eot in new else len(new)
+        say(text.decode(ids + new[:end]), RULER)
     return 0
 
 

@@ -70,7 +70,6 @@ def plan(config: Config, options: Namespace) -> dict:
 
     # This machine's device, or the GPU that --gpu names
     if not options.gpu:
-        hardware.check_device(c)
         hw = hardware.set_up(c)
         row, name, memory_gib, dtype = hw.row, hw.name, hw.memory_gib(), hw.dtype_name
         peak, peak_source = hw.peak_tflops, hw.peak_source

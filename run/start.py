@@ -73,7 +73,6 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     problems += impossible
     try:
         hardware.check_device(c)
-        hardware.check_gpu(c)
     except UserError as error:
         problems += error.args
     raise_if_any(problems)

@@ -235,7 +235,6 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     """Pick CUDA before MPS before the CPU, and a dtype for that device, unless a key names one."""
     machine(**here)
     config = Config(**keys)
-    hardware.check_device(config)
     found = hardware.set_up(config)
     assert (found.device.type, found.dtype) == (device, dtype)
     source = "measured" if not peak else "peak_tflops" if config.peak_tflops else "gpus.csv"
@@ -257,7 +256,7 @@ REFUSED = [  # a machine, keys -> words of the error
 def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words, machine):
     machine(**here)
     with pytest.raises(UserError) as refusal:
-        hardware.check_device(Config(**keys))
+        hardware.choose_device(Config(**keys))
     (problem,) = refusal.value.args
     assert all(word in problem for word in words.split("; "))
     if words == CUDA_BUILD:  # alone on the last line, so that it can be copied
