@@ -24,7 +24,6 @@ Examples:
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
-import json
 import pickle
 import subprocess
 import sys
@@ -48,7 +47,7 @@ from common.console import (
     say,
     table_lines,
 )
-from common.files import replacing
+from common.files import write_json
 from configurator import Config, config_text, load_config, read_config
 from data.download import vocab_where_missing
 from machine import hardware
@@ -350,8 +349,6 @@ def main(argv: list[str]) -> int:
     config = load_config(keys)
     if mode != "plan":  # a plan needs no device, because the run may be for another machine
         hardware.choose_device(config)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
     if mode == "check":
         result = check(config)
     elif mode == "plan":
@@ -367,8 +364,7 @@ def main(argv: list[str]) -> int:
         result = measure_rows(keys, rows, options.seconds)
     if options.json:
         command = command_line("python", "bench.py", *argv)
-        with replacing(options.json) as file:
-            file.write(json.dumps(dict(command=command) | result, indent=1).encode() + b"\n")
+        write_json(options.json, dict(command=command) | result)
     return 1 if result.get("wrong") else 0
 
 

@@ -17,7 +17,6 @@ between two evaluations exceeds a fifth of the progress so far, and before the f
 after iteration 0, where the loss falls steeply.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from common.console import (
     table_lines,
     warn,
 )
-from common.files import replacing
+from common.files import write_json
 from configurator import FIELDS, Config
 from run.curves import Run, count4, loss_at, open_run, percentile, save_picture
 
@@ -327,9 +326,7 @@ def main(argv: list[str]) -> None:
             raise UserError(f"losses are not comparable: {problem}")
         table |= compare_seeds(*groups)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(args.json) as file:
-            file.write(json.dumps(table, indent=1).encode() + b"\n")
+        write_json(args.json, table)
     if args.png or (len(runs) == 1 and args.runs[0].is_dir()):
         save_picture(groups, args.png or args.runs[0] / "loss.png", problem)
 

@@ -1,6 +1,6 @@
 """
-Write files that survive a kill or a full disk, lock them, check free space, and read text, JSON and
-metrics.jsonl records.
+Write files that survive a kill or a full disk, lock them, check free space, read text and
+metrics.jsonl records, and read and write JSON.
 """
 
 import codecs
@@ -163,6 +163,13 @@ def read_json(path: Path, hint: str) -> dict:
         return dict(json.loads(patiently(path.read_text, "utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); {hint}") from None
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON object by replacing(), in a folder that need not exist. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
 
 
 def read_record(line: bytes) -> dict:
