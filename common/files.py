@@ -5,7 +5,6 @@ metrics.jsonl records, and read and write JSON.
 
 import codecs
 import contextlib
-import errno
 import hashlib
 import json
 import math
@@ -35,25 +34,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        rename(temporary, path)
+        patiently(os.replace, temporary, path)
         fsync_folder(path.parent)
     except BaseException as error:
         if isinstance(error, OSError):
             error.filename = error.filename or path  # a full disk names no file
         temporary.unlink(missing_ok=True)
         raise
-
-
-def rename(temporary: Path, path: Path) -> None:
-    """Rename a file, replacing `path` if it exists. Raises OSError."""
-    try:
-        patiently(os.replace, temporary, path)
-    except OSError as error:
-        # some network disks never rename onto a file; Windows' errors are others
-        if error.errno not in (errno.EPERM, errno.EEXIST):
-            raise
-        path.unlink(missing_ok=True)
-        os.rename(temporary, path)
 
 
 def patiently(function: Callable, *arguments) -> Any:

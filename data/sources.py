@@ -17,11 +17,10 @@ HUB_TIMEOUT = 20  # seconds
 
 def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
     """
-    List the files of paths, folders and patterns in the order given. A file that has several names
-    is listed once. Warns about files with other endings, which are left out. Raises UserError for a
+    List the files of paths, folders and patterns in the order given, each once. Warns about files with other endings, which are left out. Raises UserError for a
     name with nothing to read, and OSError.
     """
-    files: dict[object, str] = {}  # by real path, or by inode where a file has hard links
+    files: dict[str, str] = {}  # by real path
     for name in names:
         found = {*files_in(name)}
         # a pipe may never end
@@ -33,11 +32,8 @@ def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
         if others := sorted(found - {*readable}):
             warn(f"{name}: {len(others):,} files are left out, such as {others[0]}; read: {kinds}")
         for file in sorted(readable):
-            stat = os.stat(file)
-            # A disk may give all its files one inode number, but then none has hard links.
-            is_linked = stat.st_nlink > 1
-            key = (stat.st_dev, stat.st_ino) if is_linked else os.path.realpath(file)
-            files.setdefault(key, file)
+            os.stat(file)  # raises OSError for a broken link
+            files.setdefault(os.path.realpath(file), file)
     return list(files.values())
 
 

@@ -6,6 +6,7 @@ in the order of the files and their rows, or with the row groups of all files sh
 Training shuffles windows of their tokens (see loader.py). sources.py lists the files.
 """
 
+import dataclasses
 import io
 import json
 import math
@@ -14,7 +15,6 @@ import random
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -61,7 +61,7 @@ class Document(NamedTuple):
     held_out: str = ""  # text cut off its end for validation, or all of it
 
 
-@dataclass
+@dataclasses.dataclass
 class Source:
     """
     Read the rows of a list of files. Blank lines and blank text files do not count as rows. A row
@@ -71,19 +71,20 @@ class Source:
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     seed: int | None = None  # shuffles the row groups; None: in the order of the files
+    # the metadata of parquet files, each downloaded once, and compressed to save memory
+    footers: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     def size(self) -> int:
         """Return how many bytes of text the parquet files hold, and how many bytes the others."""
-
-        def size_of(name: str) -> int:
+        size = 0
+        for name in self.files:
             if not is_parquet(name):
-                return os.path.getsize(name)
-            rows = self.footer(name).to_dict()["row_groups"]
-            columns = [column for group in rows for column in group["columns"]]
-            texts = [column for column in columns if column["path_in_schema"] == self.field]
-            return sum(column["total_uncompressed_size"] for column in texts)
-
-        return sum(map(size_of, self.files))
+                size += os.path.getsize(name)
+                continue
+            for group in self.footer(name).to_dict()["row_groups"]:
+                texts = [c for c in group["columns"] if c["path_in_schema"] == self.field]
+                size += sum(column["total_uncompressed_size"] for column in texts)
+        return size
 
     @cached_property
     def groups(self) -> list[tuple[str, int]]:
@@ -122,16 +123,19 @@ class Source:
             hint = "; check the network, then repeat the command" if "://" in name else hint
             raise UserError(f"{name}: {one_line(error)}{hint}") from None
 
-    @cached_property
-    def footers(self) -> dict[str, bytes]:
-        """The parquet files' metadata by name, downloaded once, compressed to save memory."""
-        return {name: read_footer(name) for name in self.files if is_parquet(name)}
-
     def footer(self, name: str):
-        """Return a parquet file's metadata."""
-        import pyarrow.parquet
+        """Return a parquet file's metadata. Raises UserError."""
+        from pyarrow.parquet import read_metadata
 
-        return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
+        if name not in self.footers:
+            packed = io.BytesIO()
+            try:
+                with open_ranges(name) as file:
+                    read_metadata(file).write_metadata_file(packed)
+            except Exception as error:  # a damaged file, or no network
+                raise UserError(f"{name}: {one_line(error)}") from None
+            self.footers[name] = zlib.compress(packed.getvalue(), 1)
+        return read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read(self, number: int) -> Iterator[object]:
         # To read CSV: write a reader like those below with csv.DictReader, call it here, and add
@@ -202,18 +206,6 @@ def open_ranges(name: str):
         return open(name, "rb")
     system, path = fsspec.url_to_fs(name)
     return system.open(path, cache_type="none")
-
-
-def read_footer(name: str) -> bytes:
-    import pyarrow.parquet
-
-    packed = io.BytesIO()
-    try:
-        with open_ranges(name) as file:
-            pyarrow.parquet.read_metadata(file).write_metadata_file(packed)
-    except Exception as error:  # a damaged file, or no network
-        raise UserError(f"{name}: {one_line(error)}") from None
-    return zlib.compress(packed.getvalue(), 1)
 
 
 def read_text(name: str) -> Iterator[str]:

@@ -37,7 +37,6 @@ READ_AHEAD = 64
 # single topic could dominate.
 PLACES = 16
 
-HOUR = 3600 * 10**9  # in nanoseconds
 SMALL_TEXT = 5_000_000  # training tokens; config/own_text.py suits up to about so many
 
 # By default tqdm shares a lock between processes. A killed preparation would leak that lock, which
@@ -68,8 +67,7 @@ def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -
     if tokenizer.kind == "bpe":
         same["tokenizer_sha256"] = hashlib.sha256(tokenizer.spec["json"].encode()).hexdigest()
     stats = {name: os.stat(name) for name in files}
-    # FAT and exFAT keep local time, so their times move by an hour when the clocks change
-    stamps = {name: [stat.st_size, stat.st_mtime_ns % HOUR] for name, stat in stats.items()}
+    stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     return same | settings | dict(files=stamps)
 
 

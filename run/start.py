@@ -92,9 +92,6 @@ def find_checkpoint(c: Config) -> State:
         state, path = checkpoint.state_of(*found), found[0]
         if not state.is_run:
             raise UserError(f"{path}: is not a checkpoint of this program; move it away")
-        it = state.progress.iter_num
-        if it != checkpoint.iteration(path):
-            raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
     if others := sorted(out_dir.glob("*.pt")):  # such as nanoGPT's ckpt.pt
         hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"

@@ -25,7 +25,6 @@ from documents import (
 )
 from program import Result, refused, run
 
-from data.sources import local_files
 from data.text import Source
 from data.tokenizer import Tokenizer
 
@@ -79,8 +78,6 @@ def test_files_folders_and_patterns_are_read_in_the_order_given_and_once_each():
         Path(name).write_text(f"{name} " * 30)
     Path("deep/e.jsonl").write_text(json.dumps(dict(text="in a row " * 9)))
     Path("deep/latest.txt").symlink_to("../b.txt")
-    Path("deep/snapshot.txt").hardlink_to("b.txt")
-    Path("deep/snapshot.py").hardlink_to("deep/c.py")
     result = prepare_text("b.txt", "deep", "*.md", "b.txt", "deep/c.py", "--val_fraction=0.2")
     assert result.code == 0, result.err
     assert "deep: 1 files are left out, such as deep/photo.jpg" in result.err
@@ -109,20 +106,6 @@ def test_linked_folders_are_read_once_and_a_broken_link_to_text_is_refused():
     Path("notes/lost.txt").symlink_to("/mnt/stick/away")
     result = run("data/prepare_text.py", "notes")
     assert "notes/lost.txt: No such file" in result.err
-
-
-def test_all_files_of_a_disk_without_inode_numbers_are_read(monkeypatch):
-    """Such a network disk gives each file the number 0, and one name."""
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text(name)
-    numbered = os.stat
-
-    def not_numbered(*path, **options) -> os.stat_result:
-        found = [*numbered(*path, **options)]
-        return os.stat_result([found[0], 0, *found[2:]])
-
-    monkeypatch.setattr("os.stat", not_numbered)
-    assert local_files(["a.txt", "b.txt"], (".txt",)) == ["a.txt", "b.txt"]
 
 
 LEFT_OUT = {
