@@ -36,7 +36,7 @@ from common.console import (
     warn,
 )
 from common.files import write_json
-from configurator import FIELDS, Config
+from configurator import FIELDS, config_from
 from run.curves import Run, count4, loss_at, open_run, percentile, save_picture
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
@@ -211,7 +211,7 @@ def eval_settings(run: Run, val_tokens: int | None) -> tuple:
     either differs, unless they cover the split, and keys that a user has added with names that
     begin with eval_.
     """
-    config = Config(**{key: value for key, value in run.config.items() if key in FIELDS})
+    config = config_from(run.config)
     windows, covers = max(config.eval_tokens // config.block_size, 1), False
     if val_tokens:
         windows = min(windows, (val_tokens - 1) // config.block_size)

@@ -12,7 +12,15 @@ from typing import Any
 
 from common.console import UserError, raise_if_any
 from common.process import is_main, world_size
-from configurator import FIELDS, NOT_WEIGHTS, Config, config_values, read_config, resolve
+from configurator import (
+    FIELDS,
+    NOT_WEIGHTS,
+    Config,
+    config_from,
+    config_values,
+    read_config,
+    resolve,
+)
 from data.download import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
@@ -64,7 +72,7 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     state = find_checkpoint(c)
     before = None
     if state.is_run:
-        before = config_before(state)
+        before = config_from(state.config)
         c, problems = config_of_resume(c, before)
         problems += length_problems(c, before, state)
     else:
@@ -104,11 +112,6 @@ def find_checkpoint(c: Config) -> State:
 
 # -----------------------------------------------------------------------------
 # What the checkpoint or the weights decide
-
-
-def config_before(state: State) -> Config:
-    """Return the configuration of a checkpoint's run. Keys that it lacks get their defaults."""
-    return Config(**{name: value for name, value in state.config.items() if name in FIELDS})
 
 
 def config_of_resume(c: Config, before: Config) -> tuple[Config, list[str]]:
@@ -176,7 +179,7 @@ def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config
 
 def changes(c: Config, state: State) -> dict[str, Any]:
     """Return what the checkpoint had for each key that now has another value."""
-    before = config_values(config_before(state))
+    before = config_values(config_from(state.config))
     return {name: value for name, value in before.items() if getattr(c, name) != value}
 
 
