@@ -12,15 +12,6 @@ import time
 from pathlib import Path
 
 
-def print_error(kind, *error) -> None:
-    """Print a traceback, but none if Ctrl-C comes while torch is imported, which takes seconds."""
-    if kind is not KeyboardInterrupt:
-        sys.__excepthook__(kind, *error)
-
-
-sys.excepthook = print_error
-
-
 def torch_version() -> tuple[int, int]:
     """Return torch's major and minor version without importing it, or (0, 0) if it is missing."""
     try:

@@ -75,16 +75,13 @@ class State:
         return bool(self.optimizer)
 
     def load_weights(self, model) -> None:
-        """Copy the weights to a model. Raises UserError if they do not fit or are not finite."""
+        """Copy the weights to a model. Raises UserError if they do not fit."""
         try:
             model.load_state_dict(self.model)
         except RuntimeError as error:  # a line for each kind of misfit, from the second on
             first = str(error).splitlines()[1].strip("\t .")
             hint = "use the config and the model.py that it was trained with"
             raise UserError(f"{self.source}: {first:.200}; {hint}") from None
-        for name, weight in model.named_parameters():
-            if not weight.isfinite().all():
-                raise UserError(f"{self.source}: {name} is not finite; give an older checkpoint")
 
 
 def state_of(path: Path, saved: dict) -> State:
@@ -150,11 +147,7 @@ def read_unchecked(path: Path) -> dict:
     Tensors are memory-mapped, so they are read on first use, and processes on one machine share
     their pages.
     """
-    # torch maps a file by its name in UTF-8, so one whose name is not UTF-8 is read at once
-    maps = os.fsencode(path) == str(path).encode(errors="replace")
-    with open(path, "rb") as file:
-        source = path if maps else file
-        return dict(torch.load(source, map_location="cpu", weights_only=True, mmap=maps))
+    return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 # -----------------------------------------------------------------------------

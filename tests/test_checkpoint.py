@@ -5,7 +5,6 @@ real disks.
 
 import json
 import math
-import os
 import sys
 
 import pytest
@@ -89,16 +88,6 @@ def test_a_save_that_fails_says_so_and_keeps_what_was_there(make_disk):
     with pytest.raises(UserError, match="ckpt-00000002.pt: is not saved .No space left on device"):
         folder.save(large)
     assert contents(folder.path) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_checkpoints_below_a_name_that_is_not_utf8_are_read(tmp_path):
-    """A zip from Windows leaves such names."""
-    path = tmp_path / os.fsdecode("Müller".encode("latin-1"))
-    path.mkdir()
-    RunFolder(path, keep=2).save(state(1, 5.0))
-    assert float(load_newest(path).model["w"][0]) == 5.0
-    assert checkpoint.loss_of(path / "ckpt-00000001.pt") == 5.0
 
 
 def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_path):

@@ -80,7 +80,6 @@ FOLDERS = [
     ("train.py tiny.py --init_from=nowhere.pt", "no such file gpt2-medium"),
     ("train.py tiny.py --init_from=evil.pt", "evil.pt not a checkpoint"),
     ("train.py tiny.py --init_from=flipped.pt", "flipped.pt damaged"),
-    ("train.py tiny.py --init_from=nan.pt", "nan.pt finite"),
     ("train.py tiny.py --init_from=run --dataset=chars", "(char) (byte)"),
     ("train.py tiny.py --init_from=run --dataset=wide", "dataset 99 61"),
     ("train.py tiny.py --init_from=run --n_layer=3 --n_embd=64", "--n_layer=2", "--n_embd=32"),
@@ -129,7 +128,6 @@ TOOLS = [
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
     ("convert.py", "required"),
     ("convert.py run tokens", "tokens not empty"),
-    ("convert.py nan.pt out", "nan.pt wte.weight older"),
     ("sample.py --init_from=page.pt", "page.pt: damaged"),
 ]
 # what model.py does not compute, as transformers saves it; the last changes the weights' shapes
@@ -207,8 +205,6 @@ def write_runs() -> None:
     flipped[len(newest) // 2] ^= 1
     Path("flipped.pt").write_bytes(flipped)
     state = torch.load("run/ckpt-00000002.pt", weights_only=True)
-    state["model"]["transformer.wte.weight"][0, 0] = float("nan")
-    torch.save(state, "nan.pt")
     lora = dict(model_config=state["model_config"] | dict(lora_rank=0))  # by another model.py
     torch.save(state | lora, "lora.pt")
     torch.save(Evil(), "evil.pt")
