@@ -36,7 +36,7 @@ from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
 from machine.hardware import Hardware
 from machine.ranks import StopSignal
-from model import count_targets
+from model import GPTConfig, count_targets
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, take_averages
 from run.checkpoint import Progress, State
@@ -70,11 +70,12 @@ def main(argv: list[str]) -> int:
         say(f"{c.out_dir}: all {it:,} iterations are done; another --out_dir begins a new run")
         return 0
     hw = hardware.set_up(c)
-    c = fit_device(c, data.vocab, hw, state.model_config)
+    sizes = model_config(c, data.vocab, state.model_config)
+    c = fit_device(c, sizes, hw)
     ranks.join(config=c, checkpoint=progress, dataset=data.fingerprint, device=hw.name)
 
     # What learns, and from what
-    model = make_model(c, data.vocab, hw, state)
+    model = make_model(sizes, c.seed, hw, state)
     about = [*origin_lines(c, state), hw.line(c.compile), describe(model, data.vocab), data.line()]
     if c.eval_only:
         say(*about)
@@ -266,16 +267,16 @@ def save_due(c: Config, progress: Progress, since_save: float) -> bool:
 # Model and schedule
 
 
-def make_model(c: Config, vocab: int, hw: Hardware, state: State):
+def make_model(sizes: GPTConfig, seed: int, hw: Hardware, state: State):
     """
     Return the model on its device, with the weights that the run begins with, or else random ones.
     All ranks get the same weights, but then draw different dropout masks.
     """
-    torch.manual_seed(c.seed)
-    model = build_model(model_config(c, vocab, state.model_config)).to(hw.device)
+    torch.manual_seed(seed)
+    model = build_model(sizes).to(hw.device)
     if state.model:
         state.load_weights(model)
-    torch.manual_seed(c.seed + rank())
+    torch.manual_seed(seed + rank())
     return model
 
 
