@@ -23,9 +23,8 @@ from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, Location, Positive, UpToOne, read_config
 from data.tokenizer import Tokenizer
 from machine import hardware
-from model import GPT, generate
-from model_fast import FastGPT, build_model, config_from_dict
-from run.checkpoint import State
+from model import generate
+from model_fast import build_model, config_from_dict
 from run.pretrained import load_pretrained, read_weights
 
 RULER = "---------------"
@@ -72,16 +71,6 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     return ids[1:] or text.start_ids()
 
 
-def load_model(state: State, c: SampleConfig, hw: hardware.Hardware) -> GPT | FastGPT:
-    """Build the model with the weights of `state`, in the dtype and on the device of `hw`."""
-    model = build_model(config_from_dict(state.model_config))
-    state.load_weights(model)
-    model.to(hw.device, hw.dtype).eval()
-    if c.compile:
-        model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]  # on purpose
-    return model
-
-
 def main(argv: list[str]) -> int:
     c = read_config(argv, SampleConfig)
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
@@ -92,7 +81,11 @@ def main(argv: list[str]) -> int:
     from_run = c.init_from in NOT_WEIGHTS
     state = read_weights(c.out_dir) if from_run else load_pretrained(c.init_from)
     text = Tokenizer(state.tokenizer)
-    model = load_model(state, c, hw)
+    model = build_model(config_from_dict(state.model_config))
+    state.load_weights(model)
+    model.to(hw.device, hw.dtype).eval()
+    if c.compile:
+        model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]  # on purpose
     vocab = state.vocab  # before padding
     say(f"model: {state.source}", console="stderr")
     del state  # memory-mapped: on Windows, a run could otherwise not replace its checkpoint

@@ -73,9 +73,3 @@ class FastForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.model.lm_head
-
-    def set_input_embeddings(self, value) -> None:
-        self.model.transformer.wte = value
-
-    def set_output_embeddings(self, value) -> None:
-        self.model.lm_head = value
