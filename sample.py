@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.console import run_main, say, warn
+from common.console import run_main, say
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, Location, Positive, UpToOne, read_config
 from data.tokenizer import Tokenizer
@@ -59,11 +59,9 @@ class SampleConfig:
 
 def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
-    Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
-    a char tokenizer does not know are left out, with a warning unless the prompt is the default.
+    Return the prompt's token ids; for an empty prompt, or one without a character that the model
+    knows, the tokenizer's start_ids().
     """
-    if prompt != SampleConfig.start and (unknown := text.unknown(prompt)):
-        warn(f"start: characters the model does not know are left out: {unknown!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:

@@ -42,8 +42,6 @@ def make_or_explain(config: Config, key: str) -> None:
     folder = dataset_folder(name)
     tokens = config.tokens_between(0, config.max_iters)
     names_in(folder)  # raises OSError if its disk fails, or else it would be made again below
-    if folder.is_symlink() and not folder.exists():
-        raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     if name == QUICKSTART_DATA and not is_there(folder):
         script = Path(__file__).with_name("prepare_text.py")
         say(f"data: preparing {folder} from Python's own source files")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.console import one_line, say, warn
+from common.console import one_line, warn
 from configurator import Config, config_values
 
 # Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
@@ -53,8 +53,6 @@ class Tracker:
                     config=config_values(c),
                 )
                 id_file.write_text(self.writer.id)
-                if run_id:
-                    say(f"resume: wandb run {run_id}; wandb drops repeated steps")
             elif self.kind == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
