@@ -18,7 +18,7 @@ ASK_TO_STOP = [number for number in signal.Signals if number.name in NAMES]
 
 
 def on_stop(handler: Callable[[int, Any], None]) -> None:
-    """Let a handler receive the signals that ask to stop, except those that this process ignores."""
+    """Let a handler receive the signals that ask to stop, but not those that are ignored here."""
     for number in ASK_TO_STOP:
         # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
         if signal.getsignal(number) != signal.SIG_IGN:

@@ -93,9 +93,7 @@ def eager_float32(model, batch_size: int, vocab: int) -> tuple[Tensor, Results]:
     return windows, (losses, {name: gradient.cpu() for name, gradient in gradients.items()})
 
 
-def try_code(
-    model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True
-) -> str:
+def try_code(model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True) -> str:
     """
     Compile the model unless `compiles` is False, run it as a run does, and compare() its results
     with the exact ones. Returns why its code must not be used, or "".
