@@ -12,15 +12,7 @@ from typing import Any
 
 from common.console import UserError, raise_if_any
 from common.process import is_main, world_size
-from configurator import (
-    FIELDS,
-    NOT_WEIGHTS,
-    Config,
-    config_from,
-    config_values,
-    read_config,
-    resolve,
-)
+from configurator import FIELDS, NOT_WEIGHTS, Config, config_from, read_config, resolve
 from data.download import make_or_explain
 from data.shards import Dataset, check_dataset, open_dataset
 from data.tokenizer import same_tokenizer
@@ -179,8 +171,8 @@ def keep_values(c: Config, saved: dict, source: str, other: str) -> tuple[Config
 
 def changes(c: Config, state: State) -> dict[str, Any]:
     """Return what the checkpoint had for each key that now has another value."""
-    before = config_values(config_from(state.config))
-    return {name: value for name, value in before.items() if getattr(c, name) != value}
+    before = vars(config_from(state.config))
+    return {name: before[name] for name in FIELDS if getattr(c, name) != before[name]}
 
 
 def check_complete(c: Config, state: State) -> None:
