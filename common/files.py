@@ -1,6 +1,6 @@
 """
-Write files that survive a kill or a full disk, lock them, check free space, read text and
-metrics.jsonl records, and read and write JSON.
+Write files that survive a kill or a full disk, lock them, read text and metrics.jsonl records, and
+read and write JSON.
 """
 
 import codecs
@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -173,15 +172,3 @@ def plain(value):
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def lack_of_space(folder: Path, needed: int) -> str:
-    """
-    Return a message if the disk of `folder` has less than `needed` bytes free, else "", as also on
-    a disk that does not tell its size. The folder need not exist yet.
-    """
-    place = folder.absolute()
-    existing = next(path for path in (place, *place.parents) if path.is_dir())
-    disk = shutil.disk_usage(existing)
-    shortage = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {disk.free / 1e9:,.2f} GB free"
-    return shortage if disk.total and disk.free < needed else ""
