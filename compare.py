@@ -17,7 +17,6 @@ between two evaluations exceeds a fifth of the progress so far, and before the f
 after iteration 0, where the loss falls steeply.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -36,8 +35,8 @@ from common.console import (
     table_lines,
     warn,
 )
-from common.files import replacing
-from configurator import FIELDS, Config
+from common.files import write_json
+from configurator import FIELDS, config_from
 from run.curves import Run, count4, loss_at, open_run, percentile, save_picture
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
@@ -212,7 +211,7 @@ def eval_settings(run: Run, val_tokens: int | None) -> tuple:
     either differs, unless they cover the split, and keys that a user has added with names that
     begin with eval_.
     """
-    config = Config(**{key: value for key, value in run.config.items() if key in FIELDS})
+    config = config_from(run.config)
     windows, covers = max(config.eval_tokens // config.block_size, 1), False
     if val_tokens:
         windows = min(windows, (val_tokens - 1) // config.block_size)
@@ -327,9 +326,7 @@ def main(argv: list[str]) -> None:
             raise UserError(f"losses are not comparable: {problem}")
         table |= compare_seeds(*groups)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(args.json) as file:
-            file.write(json.dumps(table, indent=1).encode() + b"\n")
+        write_json(args.json, table)
     if args.png or (len(runs) == 1 and args.runs[0].is_dir()):
         save_picture(groups, args.png or args.runs[0] / "loss.png", problem)
 

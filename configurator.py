@@ -404,6 +404,11 @@ def config_values(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in FIELDS}
 
 
+def config_from(values: dict[str, Any]) -> Config:
+    """Return the configuration in stored values. Keys that they lack get their defaults."""
+    return Config(**{name: value for name, value in values.items() if name in FIELDS})
+
+
 def config_text(config: Config) -> str:
     """Return the text of a config file that sets this configuration."""
     return "".join(f"{name} = {value!r}\n" for name, value in config_values(config).items())

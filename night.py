@@ -9,13 +9,12 @@ but gives up after five launches in a row of less than nine minutes. At a signal
 command by SIGTERM, waits for its end, and exits with its code.
 """
 
-import signal
 import subprocess
 import sys
 import time
 
 from common.console import run_main, say
-from common.process import ASK_TO_STOP
+from common.process import ASK_TO_STOP, on_stop
 
 PAUSE_SECONDS = 300
 SHORT_SECONDS = 540
@@ -27,10 +26,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 1
     command = [sys.executable, *argv] if argv[0].endswith(".py") else argv
     came: list[int] = []  # the signals, in order
-    for number in ASK_TO_STOP:
-        # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: came.append(number))
+    on_stop(lambda number, frame: came.append(number))
     short = 0  # launches in a row
     while not came:
         began = time.monotonic()

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 
-from common.console import run_main, say, warn
+from common.console import run_main, say
 from common.files import read_text
 from configurator import NOT_WEIGHTS, Config, Dtype, Location, Positive, UpToOne, read_config
 from data.tokenizer import Tokenizer
 from machine import hardware
-from model import GPT, generate
-from model_fast import FastGPT, build_model, config_from_dict
-from run.checkpoint import State
+from model import generate
+from model_fast import build_model, config_from_dict
 from run.pretrained import load_pretrained, read_weights
 
 RULER = "---------------"
@@ -58,20 +57,11 @@ class SampleConfig:
     set_keys: frozenset[str] = field(default=frozenset(), compare=False)
 
 
-def read_prompt(start: str) -> str:
-    """Return the prompt: `start` itself, or the text of the file in FILE:name. Raises OSError."""
-    if not start.startswith("FILE:"):
-        return start
-    return read_text(Path(start.removeprefix("FILE:")))
-
-
 def encode(prompt: str, text: Tokenizer) -> list[int]:
     """
-    Return the prompt's token ids; for an empty prompt the tokenizer's start_ids(). Characters that
-    a char tokenizer does not know are left out, with a warning unless the prompt is the default.
+    Return the prompt's token ids; for an empty prompt, or one without a character that the model
+    knows, the tokenizer's start_ids().
     """
-    if prompt != SampleConfig.start and (unknown := text.unknown(prompt)):
-        warn(f"start: characters the model does not know are left out: {unknown!r}")
     parts = prompt.split(END_OF_TEXT) if text.eot is not None else [prompt]
     ids = []
     for part in parts:
@@ -79,42 +69,32 @@ def encode(prompt: str, text: Tokenizer) -> list[int]:
     return ids[1:] or text.start_ids()
 
 
-def load_model(state: State, c: SampleConfig) -> GPT | FastGPT:
-    """Build the model with the weights of `state`, in the dtype and on the device of `c`."""
+def main(argv: list[str]) -> int:
+    c = read_config(argv, SampleConfig)
     hw = hardware.set_up(Config(device=c.device, dtype=c.dtype))
+    prompt = c.start
+    if prompt.startswith("FILE:"):
+        prompt = read_text(Path(prompt.removeprefix("FILE:")))
+    # In a training config, scratch also means the run in out_dir.
+    from_run = c.init_from in NOT_WEIGHTS
+    state = read_weights(c.out_dir) if from_run else load_pretrained(c.init_from)
+    text = Tokenizer(state.tokenizer)
     model = build_model(config_from_dict(state.model_config))
     state.load_weights(model)
     model.to(hw.device, hw.dtype).eval()
     if c.compile:
         model.hidden = torch.compile(model.hidden, dynamic=True)  # type: ignore[method-assign]  # on purpose
-    return model
-
-
-def until_end(ids: list[int], text: Tokenizer) -> list[int]:
-    """Return the ids before the first end-of-text token."""
-    return ids[: ids.index(text.eot)] if text.eot in ids else ids
-
-
-def main(argv: list[str]) -> int:
-    c = read_config(argv, SampleConfig)
-    hardware.check_device(Config(device=c.device, dtype=c.dtype))
-    prompt = read_prompt(c.start)
-    # In a training config, scratch also means the run in out_dir.
-    from_run = c.init_from in NOT_WEIGHTS
-    state = read_weights(c.out_dir) if from_run else load_pretrained(c.init_from)
-    text = Tokenizer(state.tokenizer)
-    model = load_model(state, c)
     vocab = state.vocab  # before padding
     say(f"model: {state.source}", console="stderr")
     del state  # memory-mapped: on Windows, a run could otherwise not replace its checkpoint
-    device = model.lm_head.weight.device
-    generator = torch.Generator(device).manual_seed(c.seed)
+    generator = torch.Generator(hw.device).manual_seed(c.seed)
     ids = encode(prompt, text)
-    idx = torch.tensor([ids] * c.num_samples, device=device)
+    idx = torch.tensor([ids] * c.num_samples, device=hw.device)
     chosen = (c.temperature, c.top_k, c.top_p, generator)
     for sample in generate(model, idx, c.max_new_tokens, vocab, *chosen).tolist():
-        whole = ids + until_end(sample[len(ids) :], text)
-        say(text.decode(whole), RULER)
+        new = sample[len(ids) :]
+        end = new.index(text.eot) if text.eot in new else len(new)
+        say(text.decode(ids + new[:end]), RULER)
     return 0
 
 

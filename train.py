@@ -34,8 +34,8 @@ from machine import hardware, ranks
 from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
 from machine.hardware import Hardware
-from machine.ranks import StopSignal, end_process, wait_for_turn
-from model import count_targets
+from machine.ranks import StopSignal
+from model import GPTConfig, count_targets
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, swap_averages
 from run.checkpoint import State
@@ -67,11 +67,12 @@ def main(argv: list[str]) -> int:
         say(f"{c.out_dir}: all {it:,} iterations are done; another --out_dir begins a new run")
         return 0
     hw = hardware.set_up(c)
-    c = fit_device(c, data.vocab, hw, state.model_config)
+    sizes = model_config(c, data.vocab, state.model_config)
+    c = fit_device(c, sizes, hw)
     ranks.join(config=c, checkpoint=(it, val_loss), dataset=data.fingerprint, device=hw.name)
 
     # What learns, and from what
-    model = make_model(c, data.vocab, hw, state)
+    model = make_model(sizes, c.seed, hw, state)
     about = [*origin_lines(c, state), hw.line(c.compile), describe(model, data.vocab), data.line()]
     if c.eval_only:
         say(*about)
@@ -263,13 +264,13 @@ def save_due(c: Config, it: int, val_loss: float | None, since_save: float) -> b
 # Model and schedule
 
 
-def make_model(c: Config, vocab: int, hw: Hardware, state: State):
+def make_model(sizes: GPTConfig, seed: int, hw: Hardware, state: State):
     """
     Return the model on its device, with the weights that the run begins with, or else random ones,
     the same on all ranks.
     """
-    torch.manual_seed(c.seed)
-    model = build_model(model_config(c, vocab, state.model_config)).to(hw.device)
+    torch.manual_seed(seed)
+    model = build_model(sizes).to(hw.device)
     if state.model:
         state.load_weights(model)
     return model
@@ -426,4 +427,4 @@ def restore(state: State, optimizer, scaler) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, MEMORY_HINT, wait_for_turn, end_process)
+    run_main(main, MEMORY_HINT)

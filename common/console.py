@@ -12,11 +12,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import NoReturn
+
+from common.process import local_rank, world_size
 
 # -----------------------------------------------------------------------------
 # Lines
@@ -192,8 +195,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def exit_with(code: int) -> NoReturn:
     """
     Exit with `code`. After Ctrl-C, end as Python does after a KeyboardInterrupt, killed by SIGINT:
-    a shell also calls that 130, and then ends its loop, too.
+    a shell also calls that 130, and then ends its loop, too. One of several ranks runs no
+    destructors, because that of the gloo group can wait forever for the GIL.
     """
+    if world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     if code == 128 + signal.SIGINT and sys.platform != "win32":
         sys.excepthook = lambda *error: None  # print no traceback
         raise KeyboardInterrupt
@@ -201,16 +209,12 @@ def exit_with(code: int) -> NoReturn:
 
 
 def run_main(
-    main: Callable[[list[str]], int | None],
-    memory_hint: str = "close other programs",
-    before_error: Callable[[], None] = lambda: None,
-    end_process: Callable[[int], NoReturn] = exit_with,
+    main: Callable[[list[str]], int | None], memory_hint: str = "close other programs"
 ) -> None:
     """
     Run a script's main(argv) and exit: with 0 or what main() returns, with 1 after any error. A
     UserError or an OSError prints one `error:` line per problem. If memory ran out, the line says
-    `memory_hint`; any other error prints a traceback. `before_error` is called before an error is
-    printed, and `end_process` gets the exit code.
+    `memory_hint`; any other error prints a traceback.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what stdout cannot encode
@@ -221,7 +225,11 @@ def run_main(
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except Exception as error:
-        before_error()
+        if world_size() > 1:
+            # Let torchrun end this rank if another one has printed this error, or caused it by
+            # exiting
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(2 + local_rank())
         lines: list = []  # none: a traceback
         if isinstance(error, (UserError, OSError)):
             lines = [*error.args] if isinstance(error, UserError) else [one_line(error)]
@@ -230,4 +238,4 @@ def run_main(
         text = [f"error: {line}" for line in lines] or [traceback.format_exc().rstrip()]
         say(*text, console="stderr")
         code = 1
-    end_process(code)
+    exit_with(code)

@@ -1,6 +1,6 @@
 """
-Write files that survive a kill or a full disk, lock them, check free space, and read text, JSON and
-metrics.jsonl records.
+Write files that survive a kill or a full disk, lock them, read text and metrics.jsonl records, and
+read and write JSON.
 """
 
 import codecs
@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -165,6 +164,13 @@ def read_json(path: Path, hint: str) -> dict:
         raise UserError(f"{path}: not readable as JSON ({error}); {hint}") from None
 
 
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON object by replacing(), in a folder that need not exist. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
+
+
 def read_record(line: bytes) -> dict:
     """Parse one line of metrics.jsonl; {} if it is not a record."""
     with contextlib.suppress(ValueError):
@@ -179,15 +185,3 @@ def plain(value):
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if math.isfinite(value) else None
-
-
-def lack_of_space(folder: Path, needed: int) -> str:
-    """
-    Return a message if the disk of `folder` has less than `needed` bytes free, else "", as also on
-    a disk that does not tell its size. The folder need not exist yet.
-    """
-    place = folder.absolute()
-    existing = next(path for path in (place, *place.parents) if path.is_dir())
-    disk = shutil.disk_usage(existing)
-    shortage = f"{folder}: needs {needed / 1e9:,.2f} GB of disk, has {disk.free / 1e9:,.2f} GB free"
-    return shortage if disk.total and disk.free < needed else ""

@@ -7,12 +7,22 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 # Each of these asks the run to save and stop. SIGUSR1 is Slurm's advance warning, SIGUSR2 that of
 # Grid Engine and LSF, SIGXCPU announces a CPU time limit, and SIGHUP a closing terminal. Windows
 # has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
 NAMES = "SIGINT SIGTERM SIGBREAK SIGUSR1 SIGUSR2 SIGXCPU SIGHUP".split()
 ASK_TO_STOP = [number for number in signal.Signals if number.name in NAMES]
+
+
+def on_stop(handler: Callable[[int, Any], None]) -> None:
+    """Let a handler receive the signals that ask to stop, but not those that are ignored here."""
+    for number in ASK_TO_STOP:
+        # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def world_size() -> int:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from common.console import BELOW, UserError, command_line, one_line, say, short
-from common.files import lack_of_space, locked, names_in, patiently, sha256_of
+from common.files import locked, names_in, patiently, sha256_of
 from configurator import Config
 from data.shards import FINEWEB_VAL, dataset_folder, read_manifest, split_of
 from data.tokenizer import BYTE_VOCAB, GPT2_VOCAB
@@ -42,8 +42,6 @@ def make_or_explain(config: Config, key: str) -> None:
     folder = dataset_folder(name)
     tokens = config.tokens_between(0, config.max_iters)
     names_in(folder)  # raises OSError if its disk fails, or else it would be made again below
-    if folder.is_symlink() and not folder.exists():
-        raise UserError(f"{key}: {folder} is a link to nothing; is its disk mounted?")
     if name == QUICKSTART_DATA and not is_there(folder):
         script = Path(__file__).with_name("prepare_text.py")
         say(f"data: preparing {folder} from Python's own source files")
@@ -114,11 +112,13 @@ def download(folder: Path, names: list[str]) -> None:
         if is_there(folder):
             return
         missing = [name for name in names if not (folder / name).exists()]
-        size = 2 * SHARD_TOKENS
-        if problem := lack_of_space(folder, size * len(missing)):
-            raise UserError(f"{problem}; make room, then repeat the command")
+        size, disk = 2 * SHARD_TOKENS, shutil.disk_usage(folder)
+        needed = size * len(missing)
+        if disk.total and disk.free < needed:  # some disks do not tell their size
+            problem = f"needs {needed / 1e9:.1f} GB of disk, has {disk.free / 1e9:.1f} GB free"
+            raise UserError(f"{folder}: {problem}; make room, then repeat the command")
         say(
-            f"data: downloading {size * len(missing) / 1e9:.1f} GB of FineWeb to {folder}; "
+            f"data: downloading {needed / 1e9:.1f} GB of FineWeb to {folder}; "
             "if that is interrupted, the same command continues"
         )
         for number, name in enumerate(missing, 1 + len(names) - len(missing)):

@@ -27,8 +27,7 @@ if __name__ == "__main__":
 
 import common.environment  # before numpy  # noqa: F401  isort: skip
 from common.console import Parser, parse_count, parse_fraction, run_main
-from data.sources import hub_files
-from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
+from data import text
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import Job, made_from, prepare, read_begun, sample_text
 
@@ -49,7 +48,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     held_out = "fraction held out, up to 50M characters (default: %(default)s)"
     add("--val_fraction", type=parse_fraction, default=VAL_FRACTION, help=held_out)
     add("--shard_tokens", type=parse_count, default="100M", help="tokens per shard (default: 100M)")
-    add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
+    add("--text_field", default=text.FIELD, help="field that holds the text (default: %(default)s)")
     add("--tokenizer", default="gpt2", help=f"{TOKENIZERS} (default: %(default)s)")
     add("--out", type=Path, help="folder to write to (default: data/DATASET)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
@@ -68,11 +67,12 @@ def main(argv: list[str]) -> None:
     revision = begun.get("revision")  # the hub may have a newer one by now
     files: list[str] = []
     if not (tokenizer and begun.get("complete")):  # a finished folder needs no network
-        files, revision = hub_files(dataset, name, revision)
-    source = Source(files, arguments.text_field, arguments.seed)
+        files, revision = text.hub_files(dataset, name, revision)
+    source = text.Source(files, arguments.text_field, arguments.seed)
 
-    def documents(begin: Place) -> Iterator[Document]:
-        return divide(source, begin, arguments.val_fraction, HELD_OUT_PIECE, MOST_HELD_OUT)
+    def documents(begin: text.Place) -> Iterator[text.Document]:
+        limits = (text.HELD_OUT_PIECE, text.MOST_HELD_OUT)
+        return text.divide(source, begin, arguments.val_fraction, *limits)
 
     if not tokenizer:  # train one
         tokenizer = train_bpe(arguments.tokenizer, sample_text(documents, len(source.groups)))

@@ -32,9 +32,8 @@ if __name__ == "__main__":
 import common.environment  # before numpy  # noqa: F401  isort: skip
 
 from common.console import Parser, parse_count, parse_fraction, run_main
+from data import text
 from data.download import QUICKSTART_DATA
-from data.sources import ROW_FILES, TEXT_FILES, local_files
-from data.text import FIELD, HELD_OUT_PIECE, MOST_HELD_OUT, Document, Place, Source, divide
 from data.tokenizer import TOKENIZERS, pick_tokenizer, train_bpe
 from data.writer import PLACES, Job, made_from, prepare, sample_text
 
@@ -49,7 +48,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, help="folder to write to (default: data/NAME, named after the text)")
     held_out = f"fraction held out (default: {VAL_FRACTION}, at most 50M characters)"
     add("--val_fraction", type=parse_fraction, help=held_out)
-    add("--text_field", default=FIELD, help="field that holds the text (default: %(default)s)")
+    add("--text_field", default=text.FIELD, help="field that holds the text (default: %(default)s)")
     add("--workers", type=parse_count, default=os.cpu_count(), help="threads (default: all cores)")
     return parser.parse_args(argv)
 
@@ -59,8 +58,8 @@ def find_files(names: list[str]) -> tuple[str, list[str], str]:
     if not names:
         library = glob.escape(str(Path(os.__file__).parent))
         title = f"Python {sys.version.split()[0]} standard library"
-        return title, local_files([f"{library}/*.py"], (".py",)), QUICKSTART_DATA
-    files = local_files(names, TEXT_FILES + ROW_FILES)
+        return title, text.local_files([f"{library}/*.py"], (".py",)), QUICKSTART_DATA
+    files = text.local_files(names, text.TEXT_FILES + text.ROW_FILES)
     first = Path(names[0])
     named = first.resolve() if first.exists() else Path(files[0])
     return " ".join(str(Path(name)) for name in names)[:200], files, named.stem
@@ -70,13 +69,13 @@ def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     title, files, name = find_files(arguments.files)
     out = arguments.out or Path("data", name)
-    source = Source(files, arguments.text_field)
+    source = text.Source(files, arguments.text_field)
     size = source.size()  # in bytes, about as many as the characters
-    fraction = arguments.val_fraction or min(VAL_FRACTION, MOST_HELD_OUT / max(size, 1))
-    piece = min(fraction * size / PLACES, HELD_OUT_PIECE)
+    fraction = arguments.val_fraction or min(VAL_FRACTION, text.MOST_HELD_OUT / max(size, 1))
+    piece = min(fraction * size / PLACES, text.HELD_OUT_PIECE)
 
-    def documents(begin: Place) -> Iterator[Document]:
-        return divide(source, begin, fraction, piece)
+    def documents(begin: text.Place) -> Iterator[text.Document]:
+        return text.divide(source, begin, fraction, piece)
 
     tokenizer = pick_tokenizer(arguments.tokenizer, out)
     if not tokenizer:  # train one

@@ -3,9 +3,11 @@ Read documents from the rows of parquet, jsonl and text files, local or on the H
 
 A document is a row whose text field is not blank, or a text file that is not blank. Documents come
 in the order of the files and their rows, or with the row groups of all files shuffled by a seed.
-Training shuffles windows of their tokens (see loader.py). sources.py lists the files.
+Training shuffles windows of their tokens (see loader.py).
 """
 
+import dataclasses
+import glob
 import io
 import json
 import math
@@ -14,15 +16,19 @@ import random
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
-from common.console import UserError, one_line
+from common.console import UserError, one_line, warn
 from common.files import UTF16_MARKS
-from data.sources import TEXT_FILES, is_parquet, read_lines
 
+TEXT_FILES = (".txt", ".md", ".py")
+# A plain .json is refused, because most hold one object or one list.
+PACKED = tuple(f".{e}{z}" for e in ("jsonl", "ndjson", "json") for z in (".gz", ".zst"))
+ROW_FILES = (".parquet", ".jsonl", ".ndjson", *PACKED)
+HUB_TIMEOUT = 20  # seconds
 FIELD = "text"
 # A larger text file is read in pieces, each a document of its own, so that no file has to fit into
 # memory. Pieces end with a line.
@@ -39,6 +45,101 @@ END_OF_TEXT = re.compile(r"<\|endoftext\|>\n?")
 # more than most web pages have, so that these are held out whole.
 HELD_OUT_PIECE = 20_000
 MOST_HELD_OUT = 50_000_000  # characters; about 11M GPT-2 tokens
+
+# -----------------------------------------------------------------------------
+# Which files
+
+
+def local_files(names: list[str], endings: tuple[str, ...]) -> list[str]:
+    """
+    List the files of paths, folders and patterns in the order given. A file that has several names
+    is listed once. Warns about files with other endings, which are left out. Raises UserError for a
+    name with nothing to read, and OSError.
+    """
+    files: dict[object, str] = {}  # by real path, or by inode where a file has hard links
+    for name in names:
+        found = {*files_in(name)}
+        # a pipe may never end
+        readable = [f for f in found if f.lower().endswith(endings) and not Path(f).is_fifo()]
+        kinds = ", ".join(endings)
+        if not readable:
+            hint = "rename a .json with an object per line to .jsonl; docs/data.md converts a .csv"
+            raise UserError(f"{name}: no such file, or none of these kinds: {kinds}; {hint}")
+        if others := sorted(found - {*readable}):
+            warn(f"{name}: {len(others):,} files are left out, such as {others[0]}; read: {kinds}")
+        for file in sorted(readable):
+            stat = os.stat(file)  # raises OSError for a broken link
+            # A disk may give all its files one inode number, but then none has hard links.
+            is_linked = stat.st_nlink > 1
+            key = (stat.st_dev, stat.st_ino) if is_linked else os.path.realpath(file)
+            files.setdefault(key, file)
+    return list(files.values())
+
+
+def files_in(name: str) -> Iterator[str]:
+    """
+    Yield a file, the files of a pattern, or all files in a folder and its subfolders, following
+    links, but no folder twice, and none whose name begins with a dot. Raises OSError for a folder
+    that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for path in [name] if os.path.lexists(name) else glob.glob(name, recursive=True):
+        if not os.path.isdir(path):
+            yield path
+            continue
+        seen: set[str] = set()  # real paths; links may lead back to a folder
+        for folder, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+            if (real := os.path.realpath(folder)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            # iCloud puts .NAME.icloud in the place of a file that it has not downloaded
+            shown = (n for n in files if not n.startswith(".") or n.endswith(".icloud"))
+            yield from (os.path.join(folder, name) for name in shown)
+
+
+def hub_files(dataset: str, name: str | None, revision: str | None) -> tuple[list[str], str | None]:
+    """
+    Return the URLs of a hub dataset's training files, in the dataset's order, and their revision:
+    the one given, or else the newest. Raises UserError.
+    """
+    import datasets
+    from huggingface_hub import HfApi, get_session
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are still raised
+    get_session().event_hooks["request"].append(limit_waiting)
+    try:
+        revision = revision or HfApi().dataset_info(dataset).sha
+        builder = datasets.load_dataset_builder(dataset, name, revision=revision)
+    except Exception as error:  # a wrong name, no network, or no permission
+        hint = "check the names and the network; set HF_TOKEN if the dataset asks for it"
+        hint += ", and unset it if it has expired"
+        raise UserError(f"{dataset}: {one_line(error)}; {hint}") from None
+    files = [str(file) for file in (builder.config.data_files or {}).get("train", ())]
+    if not files or not all(file.endswith(ROW_FILES) for file in files):
+        problem = f"{dataset}: has no training split of parquet or jsonl files"
+        hint = "give another --dataset=ORG/NAME, or prepare files of your own with prepare_text.py"
+        raise UserError(f"{problem}; {hint}")
+    return files, revision
+
+
+def limit_waiting(request) -> None:
+    """Limit how long a request to the hub waits. The library lists files without a time limit."""
+    limits = request.extensions["timeout"]  # seconds to connect, read, ...
+    request.extensions["timeout"] = {key: limits[key] or HUB_TIMEOUT for key in limits}
+
+
+def is_parquet(name: str) -> bool:
+    return name.lower().endswith(".parquet")
+
+
+# -----------------------------------------------------------------------------
+# Rows
 
 
 class Place(NamedTuple):
@@ -61,7 +162,7 @@ class Document(NamedTuple):
     held_out: str = ""  # text cut off its end for validation, or all of it
 
 
-@dataclass
+@dataclasses.dataclass
 class Source:
     """
     Read the rows of a list of files. Blank lines and blank text files do not count as rows. A row
@@ -71,19 +172,20 @@ class Source:
     files: list[str]
     field: str = FIELD  # the field that holds the text, in parquet and jsonl
     seed: int | None = None  # shuffles the row groups; None: in the order of the files
+    # the metadata of parquet files, each downloaded once, and compressed to save memory
+    footers: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     def size(self) -> int:
         """Return how many bytes of text the parquet files hold, and how many bytes the others."""
-
-        def size_of(name: str) -> int:
+        size = 0
+        for name in self.files:
             if not is_parquet(name):
-                return os.path.getsize(name)
-            rows = self.footer(name).to_dict()["row_groups"]
-            columns = [column for group in rows for column in group["columns"]]
-            texts = [column for column in columns if column["path_in_schema"] == self.field]
-            return sum(column["total_uncompressed_size"] for column in texts)
-
-        return sum(map(size_of, self.files))
+                size += os.path.getsize(name)
+                continue
+            for group in self.footer(name).to_dict()["row_groups"]:
+                texts = [c for c in group["columns"] if c["path_in_schema"] == self.field]
+                size += sum(column["total_uncompressed_size"] for column in texts)
+        return size
 
     @cached_property
     def groups(self) -> list[tuple[str, int]]:
@@ -122,16 +224,19 @@ class Source:
             hint = "; check the network, then repeat the command" if "://" in name else hint
             raise UserError(f"{name}: {one_line(error)}{hint}") from None
 
-    @cached_property
-    def footers(self) -> dict[str, bytes]:
-        """The parquet files' metadata by name, downloaded once, compressed to save memory."""
-        return {name: read_footer(name) for name in self.files if is_parquet(name)}
-
     def footer(self, name: str):
-        """Return a parquet file's metadata."""
-        import pyarrow.parquet
+        """Return a parquet file's metadata. Raises UserError."""
+        from pyarrow.parquet import read_metadata
 
-        return pyarrow.parquet.read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
+        if name not in self.footers:
+            packed = io.BytesIO()
+            try:
+                with open_ranges(name) as file:
+                    read_metadata(file).write_metadata_file(packed)
+            except Exception as error:  # a damaged file, or no network
+                raise UserError(f"{name}: {one_line(error)}") from None
+            self.footers[name] = zlib.compress(packed.getvalue(), 1)
+        return read_metadata(io.BytesIO(zlib.decompress(self.footers[name])))
 
     def read(self, number: int) -> Iterator[object]:
         # To read CSV: write a reader like those below with csv.DictReader, call it here, and add
@@ -204,16 +309,23 @@ def open_ranges(name: str):
     return system.open(path, cache_type="none")
 
 
-def read_footer(name: str) -> bytes:
-    import pyarrow.parquet
+def read_lines(name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) for each non-blank line, numbered from 1, also of gzip and zstd."""
+    import fsspec
 
-    packed = io.BytesIO()
-    try:
-        with open_ranges(name) as file:
-            pyarrow.parquet.read_metadata(file).write_metadata_file(packed)
-    except Exception as error:  # a damaged file, or no network
-        raise UserError(f"{name}: {one_line(error)}") from None
-    return zlib.compress(packed.getvalue(), 1)
+    packed = {".gz": "gzip", ".zst": "zstd"}.get(name.lower()[name.rfind(".") :])
+    # fsspec would take a :: in a local name for a chain of file systems.
+    with fsspec.open(name) if "://" in name else open(name, "rb") as lines:
+        if packed:
+            import pyarrow
+
+            # fsspec's own reader of zstd ends a truncated file without an error.
+            lines = pyarrow.CompressedInputStream(pyarrow.PythonFile(lines, "r"), packed)
+        # Without this buffer, every line of a file on the hub would copy megabytes.
+        lines = io.BufferedReader(lines, 2**20)
+        for number, line in enumerate(lines, 1):
+            if not line.isspace():
+                yield number, line
 
 
 def read_text(name: str) -> Iterator[str]:

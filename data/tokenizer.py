@@ -82,7 +82,10 @@ class Tokenizer:
             )
 
     def encode(self, text: str) -> np.ndarray | list[int]:
-        """Return the ids of a text, without special tokens. Threads may call this concurrently."""
+        """
+        Return the ids of a text, without special tokens. Characters that char does not know are
+        left out. Threads may call this concurrently.
+        """
         if self.kind == "byte":
             content = text.replace("\0", "").encode(errors="replace")
             return np.frombuffer(content, dtype=np.uint8)
@@ -102,10 +105,6 @@ class Tokenizer:
         if self.kind == "gpt2":
             return self.bpe.decode(ids)
         return self.bpe.decode(list(ids), skip_special_tokens=False)
-
-    def unknown(self, text: str) -> str:
-        """Return the text's characters that are missing from the table of characters or words."""
-        return "".join(sorted(set(self.pieces.sub("", text)))) if self.kind == "char" else ""
 
     def start_ids(self) -> list[int]:
         """Return the ids that start a sample without a prompt: end-of-text, or else a newline."""

@@ -8,7 +8,6 @@ byte-identical however often it was interrupted and however many threads it used
 """
 
 import hashlib
-import json
 import math
 import os
 import threading
@@ -23,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.console import UserError, command_line, say, warn
-from common.files import locked, names_in, remove_temporaries, replacing
+from common.files import locked, names_in, remove_temporaries, replacing, write_json
 from common.process import keep_awake
 from data.shards import dataset_folder, read_manifest, write_shard
 from data.text import Document, Place
@@ -38,7 +37,6 @@ READ_AHEAD = 64
 # single topic could dominate.
 PLACES = 16
 
-HOUR = 3600 * 10**9  # in nanoseconds
 SMALL_TEXT = 5_000_000  # training tokens; config/own_text.py suits up to about so many
 
 # By default tqdm shares a lock between processes. A killed preparation would leak that lock, which
@@ -69,8 +67,7 @@ def made_from(source: str, files: list[str], tokenizer: Tokenizer, **settings) -
     if tokenizer.kind == "bpe":
         same["tokenizer_sha256"] = hashlib.sha256(tokenizer.spec["json"].encode()).hexdigest()
     stats = {name: os.stat(name) for name in files}
-    # FAT and exFAT keep local time, so their times move by an hour when the clocks change
-    stamps = {name: [stat.st_size, stat.st_mtime_ns % HOUR] for name, stat in stats.items()}
+    stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
     return same | settings | dict(files=stamps)
 
 
@@ -136,12 +133,6 @@ def begin_or_continue(job: Job) -> dict:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write manifest.json atomically. The shards that it lists must already be on disk."""
-    with replacing(folder / "manifest.json") as file:
-        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-
-
 def tokens_of(manifest: dict) -> dict[str, int]:
     """Return the number of tokens in finished shards, by split."""
     totals = {"train": 0, "val": 0}
@@ -160,7 +151,7 @@ def finish(job: Job, manifest: dict) -> None:
         held = f"{totals['val']:,} tokens for validation and {totals['train']:,} for training"
         raise UserError(f"{manifest['source']}: {held}; give more text")
     manifest["complete"] = True
-    write_manifest(job.folder, manifest)
+    write_json(job.folder / "manifest.json", manifest)
 
 
 def say_what_it_holds(folder: Path, manifest: dict) -> None:
@@ -222,7 +213,7 @@ def write_shards(job: Job, manifest: dict, workers: int) -> None:
         bar.update(totals["train"])
         documents = encode(job.documents(Place(**manifest["next"])), job.tokenizer, workers)
         while manifest["next"] and totals["train"] < most:
-            write_manifest(job.folder, manifest)
+            write_json(job.folder / "manifest.json", manifest)  # its shards are on the disk
             room = min(job.shard_tokens, most - totals["train"])
             parts = take(documents, room, manifest, bar)
             if job.tokenizer.kind == "bpe" and not manifest["shards"]:

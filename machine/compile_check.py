@@ -39,7 +39,6 @@ LOSS_SCALE = 1024.0  # keeps float16's gradients from underflowing; a power of t
 SEED = 0  # of the ids, and of what the check adds to the weights
 
 Results = tuple[dict[str, float], dict[str, Tensor]]  # losses by mode, gradients by weight
-Largest = tuple[float, str]  # the largest error of a gradient, and its weight's name
 
 
 def compile_model(model, **options) -> None:
@@ -61,7 +60,7 @@ def compile_checked(model, c: Config, vocab: int, hw: Hardware) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    problem, _ = try_code(model, *eager_float32(model, c.batch_size, vocab), hw)
+    problem = try_code(model, *eager_float32(model, c.batch_size, vocab), hw)
     if problem:
         hint = "python bench.py check says whether --compile=False, which is slower, is right here"
         raise UserError(f"compile: torch.compile does not work here ({problem}); {hint}")
@@ -92,12 +91,10 @@ def eager_float32(model, batch_size: int, vocab: int) -> tuple[Tensor, Results]:
     return windows, (losses, {name: gradient.cpu() for name, gradient in gradients.items()})
 
 
-def try_code(
-    model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True
-) -> tuple[str, Largest]:
+def try_code(model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True) -> str:
     """
     Compile the model unless `compiles` is False, run it as a run does, and compare() its results
-    with the exact ones. Returns why its code must not be used, or "", and the largest error.
+    with the exact ones. Returns why its code must not be used, or "".
     """
     try:
         if compiles:
@@ -110,7 +107,7 @@ def try_code(
         # a full /tmp
         reason = re.search("(?<=: )(fatal )?error: .{,300}", str(raised))
         problem = reason[0] if reason else one_line(raised)
-        return (compiles and missing_package()) or problem, (0.0, "")
+        return (compiles and missing_package()) or problem
     return compare(found, exact, rounding_of(hw))
 
 
@@ -144,29 +141,26 @@ def run_code(model, blocks: Sequence[Tensor], autocast) -> Results:
     return losses, gradients
 
 
-def compare(found: Results, exact: Results, rounding: float) -> tuple[str, Largest]:
+def compare(found: Results, exact: Results, rounding: float) -> str:
     """
     Compare results with exact ones, which may be on another device. Returns which gradient or loss
-    is off by more than `rounding`, the relative error of one number, explains, or ""; and the
-    largest error of a gradient, relative to the exact one's norm, with its weight's name.
+    is off by more than `rounding`, the relative error of one number, explains, or "".
     """
     (losses, gradients), (exact_losses, exact_gradients) = found, exact
     # A gradient of one number may cancel almost entirely. Relative to its own norm, rounding then
     # reached 500 times bfloat16's, so a small gradient is judged relative to half the median norm.
     norms = torch.tensor([gradient.norm() for gradient in exact_gradients.values()])
     least = norms.median().item() / 2 or 1e-30
-    largest: Largest = (0.0, "")
     for name, gradient in gradients.items():
         reference = exact_gradients[name].to(gradient.device)  # one at a time, to save memory
         size = reference.norm().clamp(min=least)
         error = ((gradient - reference).norm() / size).item()
         if not error <= BOUND * rounding:  # true if it is not a number
-            return f"the gradient of {name} is off by {error:.2g} of its norm", (error, name)
-        largest = max(largest, (error, name))
+            return f"the gradient of {name} is off by {error:.2g} of its norm"
     for mode, loss in losses.items():
         if not abs(loss - exact_losses[mode]) <= rounding * abs(exact_losses[mode]):
-            return f"the {mode} loss is {loss:.6g} instead of {exact_losses[mode]:.6g}", largest
-    return "", largest
+            return f"the {mode} loss is {loss:.6g} instead of {exact_losses[mode]:.6g}"
+    return ""
 
 
 def rounding_of(hw: Hardware) -> float:

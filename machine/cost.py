@@ -17,7 +17,7 @@ from configurator import Config
 from machine.gpus import GIB
 from machine.hardware import WINDOWS_DRIVER, Hardware
 from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
-from model_fast import FastConfig, FastGPT, build_model, config_to_dict, model_config
+from model_fast import FastConfig, FastGPT, build_model, config_to_dict
 from optimizer import build_optimizer
 
 # estimated size of CUDA's context and its libraries' workspaces, which torch does not allocate
@@ -102,14 +102,14 @@ def describe(model, vocab: int) -> str:
 # Memory
 
 
-def memory_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> dict[str, float]:
+def memory_bytes(config: Config, model: GPTConfig, batch_size: int) -> dict[str, float]:
     """
-    Return the bytes of GPU memory that training takes at its peak, by part. `dtype` is the matmuls'
-    dtype, such as "bfloat16". The estimate counts the tensors that autograd keeps.
+    Return the bytes of GPU memory that training takes at its peak, by part. The config's dtype must
+    not be auto. The estimate counts the tensors that autograd keeps.
     tests/test_gpus.py checks it on a CPU, and against torch's allocator on simulated GPUs
     (docs/internals/memory_model.md).
     """
-    is_fast, compiled = isinstance(model, FastConfig), config.compile
+    is_fast, compiled, dtype = isinstance(model, FastConfig), config.compile, config.dtype
     tokens = batch_size * model.block_size
     value = 4 if dtype == "float32" else 2  # bytes of a value in a matmul
     # Bytes of a value in the residual stream that a norm keeps. CUDA's autocast converts the input
@@ -189,7 +189,7 @@ def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
 # The micro-batch that fits
 
 
-def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory: float) -> Config:
+def choose_batch(c: Config, model: GPTConfig, processes: int, memory: float) -> Config:
     """
     Return the config with the largest micro-batch, up to batch_size, with which a run takes at most
     `memory` bytes of each GPU; without a GPU (0 bytes) with the largest up to CPU_BATCH. It has
@@ -201,26 +201,25 @@ def choose_batch(c: Config, model: GPTConfig, dtype: str, processes: int, memory
     sequences = c.iter_sequences // processes
     sizes = [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]
     if memory:
-        fits = [n for n in sizes if sum(memory_bytes(c, model, dtype, n).values()) <= memory]
+        fits = [n for n in sizes if sum(memory_bytes(c, model, n).values()) <= memory]
     else:
         fits = [n for n in sizes if n <= CPU_BATCH]
     chosen = max(fits, default=1)
     return replace(c, batch_size=chosen, gradient_accumulation_steps=c.iter_sequences // chosen)
 
 
-def fit_device(c: Config, vocab: int, hw: Hardware, sizes: dict) -> Config:
+def fit_device(c: Config, model: GPTConfig, hw: Hardware) -> Config:
     """
     Return the config as this device runs it: with its dtype, compiled only where that works, and
     with the micro-batch that choose_batch() chooses. Only the size of the GPU counts, not what is
-    free now, so that each start on a card, and each rank, chooses alike. `sizes` is the
-    model_config of the weights that the run begins with, or {}.
+    free now, so that each start on a card, and each rank, chooses alike.
     """
     # torch's compiler for MPS is an early prototype
     compiles = c.compile and hw.device.type != "mps" and not c.eval_only
     c = replace(c, dtype=hw.dtype_name, compile=compiles)
     is_gpu = hw.device.type == "cuda"
     memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
-    chosen = choose_batch(c, model_config(c, vocab, sizes), hw.dtype_name, world_size(), memory)
+    chosen = choose_batch(c, model, world_size(), memory)
     if chosen is not c:
         limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
         say(f"batch_size: {chosen.batch_size} of at most {c.batch_size} sequences, {limit}")

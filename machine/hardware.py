@@ -106,24 +106,12 @@ class Hardware:
 
 
 def check_device(config: Config) -> None:
-    """Raise UserError if there is no such device."""
-    wanted = config.device
-    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
-        raise UserError(f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu")
-    version, anyway = f"torch {torch.__version__}", "--device=cpu trains without one"
-    if wanted == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"device: mps, but {version} sees no Apple GPU ({anyway})")
-    kind, _, number = wanted.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        seen = f"{version} sees {torch.cuda.device_count()} CUDA GPUs"
-        raise UserError(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
-
-
-def check_gpu(config: Config) -> None:
-    """Raise UserError if a run for a GPU would train on the CPU because torch sees no GPU."""
-    if config.device != "auto" or choose_device(config).type != "cpu":
-        return
-    if config.iter_tokens > CPU_TOKENS and not config.eval_only:
+    """
+    Raise UserError if there is no such device, or if a run for a GPU would train on the CPU because
+    torch sees no GPU.
+    """
+    is_fallback = choose_device(config).type == "cpu" and config.device == "auto"
+    if is_fallback and config.iter_tokens > CPU_TOKENS and not config.eval_only:
         tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
         anyway = "--device=cpu trains anyway"
         raise UserError(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
@@ -141,9 +129,22 @@ def cuda_hint() -> str:
 
 
 def choose_device(config: Config) -> torch.device:
-    """Choose this rank's device. Unless the `device` key names a GPU, local rank N takes GPU N."""
-    if config.device not in ("auto", "cuda"):
-        return torch.device(config.device)
+    """
+    Choose this rank's device. Unless the `device` key names a GPU, local rank N takes GPU N. Raises
+    UserError if there is no such device.
+    """
+    wanted = config.device
+    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
+        raise UserError(f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu")
+    version, anyway = f"torch {torch.__version__}", "--device=cpu trains without one"
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"device: mps, but {version} sees no Apple GPU ({anyway})")
+    kind, _, number = wanted.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        seen = f"{version} sees {torch.cuda.device_count()} CUDA GPUs"
+        raise UserError(f"device: {wanted}, but {seen} ({anyway}); {cuda_hint()}")
+    if wanted not in ("auto", "cuda"):
+        return torch.device(wanted)
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -15,14 +15,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import UserError, exit_with, one_line, print_in_handler
-from common.process import ASK_TO_STOP, is_main, local_rank, rank, world_size
+from common.console import UserError, one_line, print_in_handler
+from common.process import is_main, on_stop, rank, world_size
 
 
 def quiet_others() -> None:
@@ -98,30 +98,7 @@ def on_main(function: Callable[..., Any], *args) -> Any:
 
 
 # -----------------------------------------------------------------------------
-# The end of a process
-
-
-def wait_for_turn() -> None:
-    """
-    Wait before this rank prints an error. If another rank has already printed this error, or caused
-    it by exiting, torchrun ends this rank in the meantime.
-    """
-    if world_size() > 1:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2 + local_rank())
-
-
-def end_process(code: int) -> NoReturn:
-    """
-    Exit with `code`. With several ranks, do so without running destructors, because that of the
-    gloo group can wait forever for the GIL. destroy_process_group() would only wait for NCCL's
-    pending operations, and none is left: every rank waits for its device before the last save.
-    """
-    if dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    exit_with(code)
+# The end of a run
 
 
 SAME_STOP = 0.5  # seconds within which two signals are one, which `timeout` or torchrun sends twice
@@ -136,10 +113,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.number = 0  # 0: none has come
         self.came = 0.0
-        for number in ASK_TO_STOP:
-            # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.receive)
+        on_stop(self.receive)
 
     def receive(self, number: int, frame=None) -> None:
         if not self.number:

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.console import UserError, one_line, short
 from common.files import read_record, read_text, replacing
-from configurator import FIELDS
+from configurator import FIELDS, Config, config_values
 
 # What becomes columns of the records of iterations and evaluations
 STEP = "iter tokens tokens_after hours loss lr step_ms tokens_per_sec mfu mem_gib compile_seconds"
@@ -154,7 +154,7 @@ def config_of(start: dict) -> dict:
     values = start.get("config") or {}
     if start.get("program") == PUBLISHED:
         return {name: value for name, value in values.items() if name in FIELDS}
-    return values and {name: f.default for name, f in FIELDS.items()} | values
+    return values and config_values(Config()) | values
 
 
 def percentile(values: np.ndarray, q: float) -> float | None:

@@ -61,9 +61,7 @@ class Log:
         Take the parts of the run that the log tells about, the iteration at which this launch
         begins, and the folder, which writes.
         """
-        self.first_iter, self.first_steps = it, clock.seconds["steps"]
         self.last_line = it, clock.seconds["steps"]  # where the last iter line's speed ends
-        self.first_hours = training_hours(clock.seconds)
         self.config = c
         self.clock = clock
         self.hw = hw
@@ -96,11 +94,11 @@ class Log:
         Start the tracker, describe the run, and open the tokenizer of its samples. `about` has
         lines on what the run begins with, its device, model and data.
         """
-        c = self.config
+        c, (it, _) = self.config, self.last_line
         if c.tracker != "none" and is_main():
             from run.tracker import Tracker  # only here, because few runs have one
 
-            self.tracker = self.attempt(c.tracker, Tracker, c, self.first_iter)
+            self.tracker = self.attempt(c.tracker, Tracker, c, it)
         commit = git_commit() if is_main() else None
         program = "nightshift" + (f" {commit}" if commit else "")
         sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
@@ -116,7 +114,7 @@ class Log:
             say(f"processes: {world_size()}, each with its share of the micro-batches")
         self.record(
             "start",
-            iter=self.first_iter,
+            iter=it,
             config=config_values(c),
             parameters=sum(p.numel() for p in self.model.parameters()),
             flops_per_token=self.flops_per_token,
@@ -168,7 +166,7 @@ class Log:
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
             f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {short(tokens)}, "
-            f"mem {mem_text}, eta {duration(self.eta(it))}{''.join(own)}"
+            f"mem {mem_text}, eta {duration(self.eta(it + 1, rate))}{''.join(own)}"
         )
         self.record(
             "step",
@@ -197,29 +195,18 @@ class Log:
         elapsed = self.last_line[1] - before
         return elapsed / (it - first), self.config.tokens_between(first, it) / elapsed
 
-    def launch_speed(self, it: int) -> tuple[float | None, float | None]:
-        """Return this launch's mean tokens per second and MFU; None if they are unknown."""
-        trained = self.config.tokens_between(self.first_iter, it)
-        if not trained:
-            return None, None
-        rate = trained / (self.clock.seconds["steps"] - self.first_steps)
-        return rate, self.hw.mfu(self.flops_per_token, rate)
-
-    def eta(self, it: int) -> float:
+    def eta(self, it: int, rate: float) -> float:
         """
-        Return the estimated seconds to the end of the run, at this launch's mean pace, evaluations
-        and saves included.
+        Return the seconds that the iterations from `it` on take at so many tokens per second, or
+        those that hours leaves.
         """
-        c, done = self.config, self.clock.hours()
-        pace = 3600 * (done - self.first_hours) / c.tokens_between(self.first_iter, it + 1)
-        left = c.tokens_between(it + 1, c.max_iters) * pace
-        return max(0.0, min(left, 3600 * (c.hours - done))) if c.hours else left
+        c = self.config
+        left = c.tokens_between(it, c.max_iters) / rate
+        return max(0.0, min(left, 3600 * (c.hours - self.clock.hours()))) if c.hours else left
 
     def report_eval(self, it: int, numbers: dict[str, float]) -> None:
         """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
         seconds = self.clock.since_lap()
-        if it == self.first_iter:  # leave this evaluation out of the pace by which eta counts
-            self.first_hours = self.clock.hours()
         say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
             "eval",
@@ -311,12 +298,12 @@ class Log:
     def results(self, it: int, val_loss: float | None, mem_gib: float) -> list[str]:
         """
         Return the `name: value` lines that scripts read at the end of a run. val_loss is that of
-        the last weights, or n/a if they were not evaluated. mfu, tokens_per_sec and mem_gib
-        describe this launch; the other values describe the whole run.
+        the last weights, or n/a if they were not evaluated. mem_gib describes this launch; the
+        other values describe the whole run.
         """
         tokens = self.config.tokens_between(0, it)
         val_loss = math.inf if val_loss is None else val_loss
-        rate, mfu = self.launch_speed(it)
+        rate = tokens / self.clock.seconds["steps"] if tokens else None
         values = dict(
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
             bits_per_byte=(self.data.bits_per_byte(val_loss), ".4f"),
@@ -324,7 +311,7 @@ class Log:
             epochs=(tokens / self.train_tokens, ".2f"),
             seconds=(sum(self.clock.seconds.values()), ".1f"),
             tokens_per_sec=(rate, ".0f"),
-            mfu=(mfu, ".4f"),
+            mfu=(rate and self.hw.mfu(self.flops_per_token, rate), ".4f"),
             mem_gib=(mem_gib or None, ".2f"),
         )
         return [

@@ -70,7 +70,6 @@ def plan(config: Config, options: Namespace) -> dict:
 
     # This machine's device, or the GPU that --gpu names
     if not options.gpu:
-        hardware.check_device(c)
         hw = hardware.set_up(c)
         row, name, memory_gib, dtype = hw.row, hw.name, hw.memory_gib(), hw.dtype_name
         peak, peak_source = hw.peak_tflops, hw.peak_source
@@ -81,7 +80,8 @@ def plan(config: Config, options: Namespace) -> dict:
             dtype = "bfloat16" if row["bf16_tflops"] else "float16"
         peak = c.peak_tflops or row_peak(row, dtype, c.tf32) or 0.0  # 0: unknown
         peak_source = "peak_tflops" if c.peak_tflops else "gpus.csv"
-    c = cost.choose_batch(c, model, dtype, gpus, cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB)
+    c = replace(c, dtype=dtype)
+    c = cost.choose_batch(c, model, gpus, cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB)
 
     # The likely, the shortest and the longest seconds of an iteration on one GPU. The known MFUs
     # are relative to a data sheet's peak, not to a measured one
@@ -166,7 +166,7 @@ def plan(config: Config, options: Namespace) -> dict:
     figures |= dict(hours=hours, hours_range=[fewest, most], hours_total=hours_total)
     figures |= dict(evaluations=evaluations, checkpoints=saves)
 
-    part_bytes = cost.memory_bytes(c, model, dtype, c.batch_size)
+    part_bytes = cost.memory_bytes(c, model, c.batch_size)
     parts = {part: number / GIB for part, number in part_bytes.items()}
     vram_gib, usable = sum(parts.values()), cost.USABLE_MEMORY * (memory_gib or 0)
     fits = vram_gib <= usable if usable else None

@@ -19,6 +19,7 @@ from configurator import (
     Config,
     Hyperparameters,
     RunKeys,
+    config_from,
     find_keys,
     read_config,
     resolve,
@@ -45,7 +46,7 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     state = find_checkpoint(c)
     before = None
     if state.is_run:
-        before = config_before(state)
+        before = config_from(state.config)
         c, problems = config_of_run(c, before)
         problems += length_problems(c, before, state)
     else:
@@ -54,7 +55,6 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     problems += impossible
     try:
         hardware.check_device(c)
-        hardware.check_gpu(c)
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
@@ -75,8 +75,6 @@ def find_checkpoint(c: Config) -> State:
         state, path = checkpoint.state_of(*found), found[0]
         if not state.is_run:
             raise UserError(f"{path}: is not a checkpoint of this program; move it away")
-        if (it := state.iter_num) != checkpoint.iteration(path):
-            raise UserError(f"{path}: holds iteration {it}, so its name is wrong; rename it")
         return state
     if others := sorted(out_dir.glob("*.pt")):  # such as nanoGPT's ckpt.pt
         hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
@@ -89,11 +87,6 @@ def find_checkpoint(c: Config) -> State:
 
 # -----------------------------------------------------------------------------
 # What the checkpoint or the weights decide
-
-
-def config_before(state: State) -> Config:
-    """Return the configuration of a checkpoint's run. Keys that it lacks get their defaults."""
-    return Config(**{name: value for name, value in state.config.items() if name in FIELDS})
 
 
 def config_of_run(c: Config, before: Config) -> tuple[Config, list[str]]:
@@ -187,7 +180,7 @@ def origin_lines(c: Config, state: State) -> list[str]:
     lines = [f"resume: {state.source}, iteration {state.iter_num:,}{first}"]
     if c.eval_only:
         return lines
-    for name, before in values(config_before(state), Config).items():
+    for name, before in values(config_from(state.config), Config).items():
         if (now := getattr(c, name)) != before:
             lines.append(f"resume: {name} = {now!r} (was {before!r})")
     return lines

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.console import say
 from configurator import Config, config_values
 
 # Metrics named as in nanoGPT, so that its wandb dashboards work. The rest are named KIND/NAME.
@@ -48,8 +47,6 @@ class Tracker:
                 config=config_values(c),
             )
             id_file.write_text(self.writer.id)
-            if run_id:
-                say(f"resume: wandb run {run_id}; wandb drops repeated steps")
         else:
             from torch.utils.tensorboard import SummaryWriter
 

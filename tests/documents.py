@@ -102,7 +102,7 @@ def check_folder(out: Path, texts: list[str]) -> list[str]:
 
 def on_hub(*files):
     """Let each dataset of the hub, in this process, consist of these local files."""
-    return mock.patch("data.sources.hub_files", lambda *_: ([*map(str, files)], REVISION))
+    return mock.patch("data.text.hub_files", lambda *_: ([*map(str, files)], REVISION))
 
 
 class Hub(BaseHTTPRequestHandler):

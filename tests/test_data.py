@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from program import ROOT, finish, refused, run, start, wait_for_line, write_tokens
 
 from common.console import UserError
-from common.files import lack_of_space
 from configurator import Config, load_config
 from data import prepare_text
 from data.download import make_or_explain, vocab_where_missing
@@ -442,18 +441,9 @@ def test_a_download_that_cannot_begin_ends_at_once_in_one_line(trouble, said, hu
 
 @pytest.mark.parametrize("tokens, gb", [(1, 4.2), (2.1e9, 4.4), (9e10, 20.8)])
 def test_downloads_as_many_records_as_the_run_reads(tokens, gb, hub, monkeypatch):
-    lack = mock.Mock(return_value="too little")
-    monkeypatch.setattr("data.download.lack_of_space", lack)
-    with pytest.raises(UserError, match="too little"):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: mock.Mock(total=10**9, free=10**8))
+    with pytest.raises(UserError, match=f"needs {gb} GB of disk, has 0.1 GB free; make room"):
         get_records(f"--max_iters={math.ceil(tokens / 256)}")
-    assert lack.call_args.args == (RECORDS, round(gb * 1e9))
-
-
-def test_a_disk_that_does_not_tell_its_size_is_not_taken_for_a_full_one(tmp_path, monkeypatch):
-    for total, lacks in ((10**9, True), (0, False)):
-        usage = mock.Mock(total=total, free=0)
-        monkeypatch.setattr("shutil.disk_usage", lambda folder, usage=usage: usage)
-        assert bool(lack_of_space(tmp_path / "new" / "folder", 10**6)) == lacks
 
 
 @pytest.mark.parametrize("iters, warned", [(3, ""), (6, "1.02k of the 1.54k tokens .* repeats")])

@@ -8,6 +8,7 @@ The first two tests also run on a CPU, on tiny models, so that they cannot rot.
 import gc
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -250,9 +251,9 @@ def test_memory_model_is_within_a_tenth_of_what_the_allocator_reserved(compile):
         with ProcessPoolExecutor(1, spawn) as pool:
             reserved = pool.submit(reserved_bytes, config).result()
         model = model_config(config, 50257)
-        dtype = hardware.set_up(config).dtype_name
+        config = replace(config, dtype=hardware.set_up(config).dtype_name)
         # the allocator knows nothing of CUDA's own memory
-        parts = memory_bytes(config, model, dtype, config.batch_size)
+        parts = memory_bytes(config, model, config.batch_size)
         modelled = sum(parts.values()) - CONTEXT_BYTES
         assert modelled == pytest.approx(reserved, rel=0.1)
 

@@ -85,11 +85,11 @@ def test_the_error_for_an_unknown_gpu_name_says_where_the_known_ones_are(typed):
 @pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
 def test_memory_sizes_in_config_comments_are_plans_estimates(path):
     """Check `batch_size = 8  # estimated: 6.1 GiB; 16 would need 9.4 GiB`, and rows of a table."""
-    config = load_config([str(path)])
+    config = load_config([str(path), "--dtype=bfloat16"])
     claims = re.findall(r"(\d+)(?:  # estimated:| would need| +) ([\d.]+) GiB", read(path))
     assert str(config.batch_size) in dict(claims)
     for batch_size, gib in ((int(size), float(gib)) for size, gib in claims):
-        needed = sum(memory_bytes(config, model_of(config), "bfloat16", batch_size).values())
+        needed = sum(memory_bytes(config, model_of(config), batch_size).values())
         assert gib == pytest.approx(needed / 2**30, abs=0.06)
         assert batch_size * config.block_size * 50304 < 2**31  # 32-bit indices reach all logits
 
@@ -98,9 +98,9 @@ def test_memory_sizes_in_config_comments_are_plans_estimates(path):
 # The memory model against torch's allocator on simulated cards
 
 
-def tensor_bytes(config: Config, model: GPTConfig, dtype: str, batch_size: int) -> float:
+def tensor_bytes(config: Config, model: GPTConfig, batch_size: int) -> float:
     """Return what the memory model estimates for the tensors alone."""
-    parts = memory_bytes(config, model, dtype, batch_size)
+    parts = memory_bytes(config, model, batch_size)
     return sum(parts.values()) - parts["fragmentation"] - parts["context"]
 
 
@@ -112,7 +112,7 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
     """
     row = SIMULATED[name]
     config = load_config(row["command"].split())
-    sizes = (config, model_of(config), config.dtype, config.batch_size)
+    sizes = (config, model_of(config), config.batch_size)
     assert tensor_bytes(*sizes) / GIB == pytest.approx(row["allocated_gib"], rel=0.05)
     reserved = sum(memory_bytes(*sizes).values()) - CONTEXT_BYTES
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
@@ -128,10 +128,11 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(recipe, monkeyp
         return model
 
     monkeypatch.setattr(cost, "build_model", frozen)
-    config, _ = resolve(Config(**recipe | dict(n_embd=320, n_head=5, n_layer=1, bias=False)), 1)
+    keys = recipe | dict(n_embd=320, n_head=5, n_layer=1, bias=False, dtype="bfloat16")
+    config, _ = resolve(Config(**keys), 1)
     model = model_of(replace(config, tie_weights=False))
     head = 4 * 320 * 50304
-    parts = memory_bytes(config, model, "bfloat16", 8)
+    parts = memory_bytes(config, model, 8)
     each = 3 if recipe else 2
     assert (parts["gradients"], parts["optimizer"]) == (head, each * head)
     assert checkpoint_bytes(config, model) == 4 * cost.count_parameters(model) + each * head
@@ -167,7 +168,7 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", 1.0, "")
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    c = fit_device(c, 50257, hw, {})
+    c = fit_device(c, model_of(c), hw)
     assert problems == [] and c.batch_size == taken
     assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
     assert c.eval_tokens == asked.eval_tokens
@@ -224,6 +225,6 @@ def test_plan_estimates_the_tensors_alive_in_an_iteration(changes, monkeypatch):
     config = load_config([f"--{name}={value}" for name, value in keys.items()])
     monkeypatch.setattr("model.PLAIN_ATTENTION_TOKENS", 0)  # as on a GPU
     setup = TrainingSetup(config, VOCAB)
-    modelled = tensor_bytes(config, setup.model.config, setup.hw.dtype_name, 4)
+    modelled = tensor_bytes(config, setup.model.config, 4)
     within = 0.1 if config.compile else 0.01
     assert modelled == pytest.approx(peak_bytes(setup), rel=within)

@@ -25,8 +25,7 @@ from documents import (
 )
 from program import Result, refused, run
 
-from data.sources import local_files
-from data.text import Source
+from data.text import Source, local_files
 from data.tokenizer import Tokenizer
 
 FILLING = [f"filling {n} " * 9 for n in range(60)]  # so that each split has enough text

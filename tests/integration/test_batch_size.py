@@ -13,6 +13,7 @@ from common.console import UserError
 from configurator import Config, config_values, load_config
 from machine.cost import fit_device
 from machine.hardware import Hardware
+from model_fast import model_config
 from run import start
 from run.checkpoint import State
 
@@ -49,7 +50,8 @@ def test_recomputes_accumulation_for_flags_after_a_config(
     after, processes, accumulation, config, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    c = fit_device(load_config([str(config), *after]), 50257, CPU, {})
+    c = load_config([str(config), *after])
+    c = fit_device(c, model_config(c, 50257), CPU)
     assert c.gradient_accumulation_steps == accumulation
 
 
@@ -93,7 +95,7 @@ def resumed(words: list[str], processes: int) -> Config:
         mock.patch.dict(os.environ, WORLD_SIZE=str(processes)),
     ):
         c, *_ = start.choose_run(["--device=cpu", *words])
-        return fit_device(c, 50257, CPU, {})
+        return fit_device(c, model_config(c, 50257), CPU)
 
 
 @pytest.mark.parametrize("words, processes, expected", RESUMED)

@@ -63,13 +63,6 @@ def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-def test_ctrl_c_while_a_script_imports_its_libraries_prints_nothing():
-    code = "import common.environment, signal; signal.raise_signal(signal.SIGINT)"
-    ended = finish(start("-c", code, cold=True))
-    assert (ended.code, ended.err) == (-signal.SIGINT, "")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_a_script_that_ctrl_c_has_stopped_is_killed_by_sigint():
     """Bash ends a loop only then; otherwise one over rates would go on with the next rate."""
     stopped = "import signal; from common.console import run_main; run_main(lambda argv: 130)"

@@ -332,7 +332,7 @@ class LaunchKeys:
 """
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
-MODEL_LINE = "    model = make_model(c, data.vocab, hw, state)\n"
+MODEL_LINE = "    model = make_model(sizes, c.seed, hw, state)\n"
 RECORD_LINE = "            log.report_eval(it, measured)\n"
 EDITS = [
     (DATA_LINE, DATA_LINE + SECOND),

@@ -97,9 +97,9 @@ def test_wandb_receives_the_numbers_continues_on_a_resume_and_begins_another_for
     monkeypatch.setenv("TERM", "xterm")
     keys = tiny | dict(tracker="wandb", peak_tflops=0.01)
     train(**keys | dict(max_iters=4))
-    result = train(**keys, init_from="resume")
+    train(**keys, init_from="resume")
     assert wandb.logged == pytest.approx(expected_numbers(ran), rel=1e-8)  # the file has 9 digits
-    assert wandb.ids == ["run0", "run0"] and result.out.startswith("resume: wandb run run0")
+    assert wandb.ids == ["run0", "run0"]
     for path in ran.out_dir.glob("*.pt"):
         path.unlink()
     train(**keys)
