@@ -7,7 +7,7 @@ come from outside too: signals, damaged bytes, a disk that is really full, or pa
 the standard library and torch.
 
     run("train.py", *flags)          in this process: some 50 ms for a tiny run
-    start("train.py", *flags)        a process of its own, forked from a warm one: some 300 ms
+    start("train.py", *flags)        a process of its own, forked from one with torch: some 300 ms
     start(..., cold=True)            a fresh Python: some 3 s
     start_ranks(2, *flags)           as torchrun would start them
     changed(folder, {...})           a copy of the program with some functions replaced
@@ -28,6 +28,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -35,7 +37,6 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import fork_server
 import numpy as np
 import pytest
 import torch
@@ -127,35 +128,27 @@ def refused(result: Result, *words: str) -> str:
     return line
 
 
-started: list[subprocess.Popen | fork_server.ForkedProcess] = []  # by the running test
+outputs = tempfile.TemporaryDirectory()  # of all processes
+started: list = []  # by the running test
 
 
-def start(
-    *arguments: str,
-    cwd: Path = ROOT,
-    cold: bool = False,
-    only_torch: bool = False,
-    **environment: str,
-) -> subprocess.Popen | fork_server.ForkedProcess:
+def start(*arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: str):
     """
-    Start `python ARGUMENTS` in a process of its own, with its output in pipes. On Linux the process
-    is forked from one that has imported this project, or only torch with `only_torch`. With `cold`,
-    or if the arguments begin with an option of Python's other than -c, it is a fresh Python.
+    Start `python ARGUMENTS` in a process of its own, with its output in two files. On Linux the
+    process is forked from one that has imported torch. With `cold`, or if the arguments begin with
+    an option of Python's other than -c, it is a fresh Python.
     """
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
+    environment = os.environ | environment
+    folder = Path(tempfile.mkdtemp(dir=outputs.name))
     python_option = arguments[0].startswith("-") and arguments[0] != "-c"
-    process: subprocess.Popen | fork_server.ForkedProcess
-    if cold or python_option or sys.platform != "linux":
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    else:
-        process = fork_server.ForkedProcess(list(arguments), cwd, environment, only_torch)
+    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+        if cold or python_option or sys.platform != "linux":
+            command = [sys.executable, *arguments]
+            process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=err, env=environment)
+        else:
+            fork = importlib.import_module("fork_server").ForkedProcess
+            process = fork([*arguments], cwd, environment, out.name, err.name)
+    process.output = folder
     started.append(process)
     return process
 
@@ -163,19 +156,20 @@ def start(
 def finish(process, timeout: float = 120) -> Result:
     """Wait for a process to end. After `timeout` seconds, kill it and raise TimeoutExpired."""
     try:
-        out, err = process.communicate(timeout=timeout)
+        code = process.wait(timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Result(process.returncode, out, err)
+    return Result(code, *((process.output / name).read_text("utf-8") for name in ("out", "err")))
 
 
 def wait_for_line(process, beginning: str) -> None:
-    """Read a process's stdout up to the first line with this beginning. Fail if there is none."""
-    for line in process.stdout:
-        if line.startswith(beginning):
-            return
-    raise AssertionError(f"ended without {beginning!r}: {finish(process)}")
+    """Wait until a line of a process's stdout has this beginning. Fail if it ends without one."""
+    has_ended = False
+    while f"\n{beginning}" not in f"\n{(process.output / 'out').read_text('utf-8')}":
+        assert not has_ended, f"ended without {beginning!r}: {finish(process)}"
+        time.sleep(0.02)
+        has_ended = process.poll() is not None
 
 
 def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: str) -> list:
@@ -215,8 +209,7 @@ def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
 def changed(folder: Path, changes: dict[str, str]) -> Path:
     """
     Copy the program to `folder`. In each file that is a key of `changes`, replace the definitions
-    that its value, Python code, also has: see with_definitions(). Start the copy with cwd=folder
-    and only_torch=True, so that it imports nothing from the unchanged program.
+    that its value, Python code, also has: see with_definitions(). Start the copy with cwd=folder.
     """
 
     def left_out(where: str, names: list[str]) -> list[str]:
@@ -236,45 +229,28 @@ def changed(folder: Path, changes: dict[str, str]) -> Path:
 
 def with_definitions(text: str, code: str) -> str:
     """
-    Return the module `text` with the functions, classes and constants of `code` in place of those
-    with the same names. In a class that both have, replace single members. Add what is new at the
-    end of the class or the module, but before `if __name__ == "__main__"`.
+    Return the module `text` with the definitions of `code`. A constant takes the place of the one
+    with its name, and the members of a class come at its end. All else comes at the module's end,
+    but before `if __name__ == "__main__"`, where it hides what has the same name.
     """
-    lines, new_lines = text.splitlines(), code.splitlines()
+    lines, new_lines, old = text.splitlines(), code.splitlines(), ast.parse(text).body
+    constants = {ast.unparse(node.targets[0]): node for node in old if isinstance(node, ast.Assign)}
+    classes = {node.name: node.end_lineno for node in old if isinstance(node, ast.ClassDef)}
+    mains = [n.lineno - 1 for n in old if isinstance(n, ast.If) and "__main__" in ast.unparse(n)]
     edits: list[tuple[int, int, list[str]]] = []  # replace lines [first, last) by these
-
-    def merge(old: list[ast.stmt], new: list[ast.stmt], end: int) -> None:
-        there = {(type(node), name_of(node)): node for node in old}
-        for node in new:
-            known = there.get((type(node), name_of(node)))
-            ours = new_lines[first_line(node) : node.end_lineno]
-            if isinstance(node, ast.ClassDef) and known:
-                merge(known.body, node.body, known.end_lineno)
-            elif known and name_of(node):
-                edits.append((first_line(known), known.end_lineno, ours))
-            else:
-                edits.append((end, end, ours))
-
-    old = ast.parse(text).body
-    starts = [node for node in old if isinstance(node, ast.If) and "__main__" in ast.unparse(node)]
-    merge(old, ast.parse(code).body, first_line(starts[-1]) if starts else len(lines))
+    for node in ast.parse(code).body:
+        begin = min(part.lineno for part in (node, *getattr(node, "decorator_list", []))) - 1
+        first = last = mains[-1] if mains else len(lines)
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            first = last = classes[node.name]
+            begin = node.body[0].lineno - 1
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in constants:
+            known = constants[ast.unparse(node.targets[0])]
+            first, last = known.lineno - 1, known.end_lineno
+        edits.append((first, last, new_lines[begin : node.end_lineno]))
     for first, last, ours in sorted(reversed(edits), key=lambda edit: -edit[0]):
         lines[first:last] = ours
     return "\n".join(lines) + "\n"
-
-
-def name_of(node: ast.stmt) -> str:
-    """Return the name that a statement defines, or "" for an import, a call or the like."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return node.name
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return targets[0].id if isinstance(targets[0], ast.Name) else ""
-
-
-def first_line(node: ast.stmt) -> int:
-    """Return the index of a statement's first line, or of its first decorator's."""
-    decorators = getattr(node, "decorator_list", [])
-    return min(part.lineno for part in (node, *decorators)) - 1
 
 
 # -----------------------------------------------------------------------------

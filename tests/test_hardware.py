@@ -393,7 +393,7 @@ def test_torchs_compiler_obeys_the_switch_that_train_sets():
     Import train.py and find mix_order_reduction off in torch's compiler, or on from torch 2.15.
     """
     code = "import train, torch._inductor.config as inductor; print(inductor.triton.{})"
-    switched = start("-c", code.format("mix_order_reduction"), only_torch=True)
+    switched = start("-c", code.format("mix_order_reduction"))
     is_fixed = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     assert finish(switched).out == f"{is_fixed}\n"
 
@@ -451,7 +451,7 @@ def test_a_freed_tensors_memory_stays_with_the_process():
     """
     Keep a block of 256 MB, which glibc would unmap at once, because touching new pages takes time.
     """
-    result = finish(start("-c", RESIDENT, only_torch=True))
+    result = finish(start("-c", RESIDENT))
     assert result.code == 0, result.err
     without, with_set_up = map(float, result.out.split())
     assert without < 100 and with_set_up > 200

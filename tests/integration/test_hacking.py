@@ -120,7 +120,7 @@ def launches(program: Path, *commands: list, first: str = "") -> list[Result]:
     its iteration 4.
     """
     words = json.dumps(commands, default=str)
-    result = finish(start("-c", first + LAUNCHES, words, cwd=program, only_torch=True))
+    result = finish(start("-c", first + LAUNCHES, words, cwd=program))
     assert result.code == 0, result.err
     return [Result(*found) for found in json.loads(result.out.splitlines()[-1])]
 
@@ -460,7 +460,7 @@ def test_the_documented_second_head_has_a_loss_of_its_own_per_split_and_over_all
     printed = re.findall(r"^iter .* eta \w+, second loss (\S+)$", results[0].out, re.M)
     assert printed == [f"{number:.4g}" for number in numbers]
     words = training(**keys, out_dir=tmp_path / "ranks")[1:]
-    for result in finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True)):
+    for result in finish_ranks(start_ranks(2, *words, cwd=program)):
         assert result.code == 0, result.err
     names = ("loss", "second_loss")
     losses = column(whole, "step", *names)
@@ -537,7 +537,7 @@ def test_the_documented_weights_make_one_mean_of_all_micro_batches_ranks_and_eva
     ]
     results = launches(program, *commands)
     words = training(dataset=tokens, out_dir=outs[2])[1:]
-    results += finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True))
+    results += finish_ranks(start_ranks(2, *words, cwd=program))
     for result in results:
         assert result.code == 0, result.err
     for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "val_loss")):
@@ -635,5 +635,5 @@ for name, due in (("a", 24), ("b", 40)):
     assert [n for part, n in windows if part == name] == [*range(due)], windows
 assert {part for part, _ in windows[48:]} == {"b"}
 """
-    result = finish(start("-c", code, cwd=program, only_torch=True))
+    result = finish(start("-c", code, cwd=program))
     assert result.code == 0, result.err

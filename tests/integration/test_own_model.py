@@ -33,7 +33,7 @@ def test_the_documented_own_model_trains_resumes_and_samples(optimizer, letters,
     shutil.copy(ROOT / "docs/rotary_model.py", home / "mine.py")
 
     def ran(*arguments: str) -> str:
-        result = finish(start(*map(str, arguments), cwd=home, only_torch=True))
+        result = finish(start(*map(str, arguments), cwd=home))
         assert result.code == 0, result.err
         return result.out
 
