@@ -13,7 +13,7 @@ import mpmath
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from program import ROOT, InProcessRun, finish, run, start, write_tokens
+from program import ROOT, InProcessRun, run, write_tokens
 
 import compare
 from common.console import UserError
@@ -472,29 +472,11 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate():
     assert rate[0][1] == [0.1] * 10
 
 
-@pytest.mark.parametrize("at, is_cut", [(1, True), (2, False)])
-def test_cuts_off_the_losses_of_a_runs_first_2_percent_alone(at, is_cut):
-    losses, *_ = drawn(make_run("a", {at: 90.0, 100: 3.0})).axes
-    assert (losses.get_ylim()[1] < 90) == is_cut
-
-
 def test_draws_other_losses_among_the_losses_and_no_other_numbers():
     """Show a loss below the train and val losses too. test_hacking.py reads the table's row."""
     others = dict(second_loss=1.0, choices=0.5)
     losses, *_ = drawn(make_run("a", {0: 8.0, 5: 4.0, 10: 3.0}, others=others)).axes
     assert losses.get_ylim()[0] < 1.0 and len(lines(losses)) == 3
-
-
-@pytest.mark.parametrize("name", ["_base", "lr$1$_x^{"])
-def test_the_legend_shows_a_runs_name_as_it_is(name):
-    """To matplotlib a name that begins with _ has no entry, and one between $ is mathematics."""
-    figure = drawn(make_run("a", {5: 3.0}), make_run(name, {5: 2.0}))
-    (legend,) = figure.legends
-    figure.draw_without_rendering()
-    assert [(t.get_text().strip(), t.get_parse_math()) for t in legend.get_texts()] == [
-        ("a", False),
-        (name, False),
-    ]
 
 
 # -----------------------------------------------------------------------------
@@ -559,27 +541,6 @@ def test_ignores_broken_and_empty_records(tmp_path):
     table = Table(open_run(a), open_run(b))
     assert table.verdicts["val_loss_at_equal_tokens"] == "the lowest two are equal within 0.005"
     assert len(set(table.values("tokens_per_sec"))) == 1
-
-
-def test_draws_a_run_with_a_single_record_whose_loss_is_nan(tmp_path):
-    """Also where Jupyter has named a backend that this environment lacks."""
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "iter": 0, "loss": NaN}')
-    result = finish(start("compare.py", str(tmp_path), cold=True, MPLBACKEND="inlined"))
-    assert result.code == 0, result.err
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("flag", ["--png=a.png", "--json=a.json"])
-def test_a_full_disk_names_the_file_and_leaves_no_half_of_it(flag, make_disk, monkeypatch):
-    monkeypatch.chdir(make_disk(2**16))
-    write_run(Path("a"), {0: 8.0, 5: 3.0})
-    with pytest.raises(OSError, match="No space left"):
-        Path("full").write_bytes(bytes(2**16))
-    before = sorted(Path().rglob("*"))
-    result = run("compare.py", "a", flag)
-    assert result.code == 1
-    assert result.err == f"error: {flag.partition('=')[2]}: No space left on device\n"
-    assert sorted(Path().rglob("*")) == before
 
 
 @pytest.mark.parametrize("flag", ["--png=no/where.png", "--json=a"])

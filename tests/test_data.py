@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 from program import ROOT, finish, refused, run, start, wait_for_line, write_tokens
 
 from common.console import UserError
-from common.files import lack_of_space
 from configurator import Config, load_config
 from data import prepare_text
 from data.download import make_or_explain, vocab_where_missing
@@ -380,26 +378,6 @@ def test_wrong_bytes_of_the_right_size_are_not_taken(hub):
     assert_all_records(hub, RECORDS)
 
 
-@pytest.mark.parametrize("is_link", [False, True])
-def test_the_download_fills_an_empty_folder_which_may_be_on_another_disk(
-    is_link, hub, make_disk, monkeypatch
-):
-    monkeypatch.setattr("data.download.SHARD_TOKENS", 10**3)
-    disk = make_disk(10**6)
-    RECORDS.parent.mkdir()
-    if is_link:
-        RECORDS.symlink_to(disk, target_is_directory=True)
-    else:
-        RECORDS.mkdir()
-        subprocess.run(["mount", "--bind", disk, RECORDS], check=True)
-    try:
-        get_records()
-        assert_all_records(hub, disk)
-    finally:
-        if not is_link:
-            subprocess.run(["umount", RECORDS], check=True)
-
-
 GET_RECORDS = """
 import sys
 from configurator import load_config
@@ -447,13 +425,6 @@ def test_downloads_as_many_records_as_the_run_reads(tokens, gb, hub, monkeypatch
     with pytest.raises(UserError, match="too little"):
         get_records(f"--max_iters={math.ceil(tokens / 256)}")
     assert lack.call_args.args == (RECORDS, round(gb * 1e9))
-
-
-def test_a_disk_that_does_not_tell_its_size_is_not_taken_for_a_full_one(tmp_path, monkeypatch):
-    for total, lacks in ((10**9, True), (0, False)):
-        usage = mock.Mock(total=total, free=0)
-        monkeypatch.setattr("shutil.disk_usage", lambda folder, usage=usage: usage)
-        assert bool(lack_of_space(tmp_path / "new" / "folder", 10**6)) == lacks
 
 
 @pytest.mark.parametrize("iters, warned", [(3, ""), (6, "1.02k of the 1.54k tokens .* repeats")])

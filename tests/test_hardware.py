@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
-from program import ROOT, column, finish, flags, run, start, train
+from program import ROOT, column, flags, run, train
 
 from common import environment
 from common.console import UserError, is_out_of_memory
@@ -24,7 +24,7 @@ from machine.cost import count_flops
 from machine.gpus import find_row, read_gpu_table, row_peak
 from machine.hardware import Hardware
 from model import GPT, GPTConfig, mean_loss
-from model_fast import FastConfig, build_model, model_config
+from model_fast import FastConfig, model_config
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -101,17 +101,6 @@ def test_counts_a_head_of_training_alone_and_frozen_weights_as_they_run(monkeypa
     config = GPTConfig(**sizes, bias=False, tie_weights=False)
     # frozen blocks run forward alone, and the heads send no gradient to their input
     assert count_flops(config) == 2 * 2 * (12 * 96**2 + 2 * 96 * 48) + 2 * 4 * 96 * 100
-
-
-def test_counting_flops_keeps_the_random_state_of_a_model_that_seeds_itself(monkeypatch):
-    def seeded(config):
-        torch.manual_seed(5)
-        return build_model(config)
-
-    monkeypatch.setattr(cost, "build_model", seeded)
-    before = torch.get_rng_state()
-    assert count_flops(GPTConfig(vocab_size=61, block_size=8, n_layer=1, n_head=1, n_embd=8))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_saves_and_restores_a_gpus_random_state(monkeypatch):
@@ -388,16 +377,6 @@ def test_sets_the_allocators_and_the_compilers_variables_unless_the_user_has(
     assert {name: os.environ[name] for name in names & os.environ.keys()} == given | added
 
 
-def test_torchs_compiler_obeys_the_switch_that_train_sets():
-    """
-    Import train.py and find mix_order_reduction off in torch's compiler, or on from torch 2.15.
-    """
-    code = "import train, torch._inductor.config as inductor; print(inductor.triton.{})"
-    switched = start("-c", code.format("mix_order_reduction"))
-    is_fixed = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-    assert finish(switched).out == f"{is_fixed}\n"
-
-
 @pytest.mark.parametrize(
     "system, release, limits",
     [("win32", "11", [0.75]), ("linux", WSL, [0.75]), ("linux", "6.8.0-generic", [])],
@@ -424,37 +403,6 @@ def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
                 continue
             found = find_row(alias, int(row["sm_count"]) if row["sm_count"] else None)
             assert found and [found[name] for name in columns] == [row[name] for name in columns]
-
-
-RESIDENT = """
-import re, torch
-from configurator import Config
-from machine import hardware
-def resident():
-    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
-def grown(before):
-    torch.ones(2**26)
-    return resident() - before
-print(grown(resident()))
-hardware.set_up(Config(device="cpu", dtype="float32"))
-print(grown(resident()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc"
-    or any(name == "LD_PRELOAD" or "MALLOC" in name for name in os.environ),
-    reason="needs glibc's malloc with its default settings",
-)
-def test_a_freed_tensors_memory_stays_with_the_process():
-    """
-    Keep a block of 256 MB, which glibc would unmap at once, because touching new pages takes time.
-    """
-    result = finish(start("-c", RESIDENT))
-    assert result.code == 0, result.err
-    without, with_set_up = map(float, result.out.split())
-    assert without < 100 and with_set_up > 200
 
 
 # threads that run, CPUs, CPUs to a core, the user's variables; the spins before a thread sleeps

@@ -155,8 +155,7 @@ def test_every_script_prints_its_help_and_loads_all_it_needs_and_nothing_else():
     """
     # all at once, because each uses mostly one core
     started = {
-        name: start("-c", HELP, name, cold="torch" in never)
-        for name, never in SCRIPTS.items()
+        name: start("-c", HELP, name, cold="torch" in never) for name, never in SCRIPTS.items()
     }
     for name, process in started.items():
         code, out, err = finish(process)

@@ -10,9 +10,6 @@ import pytest
 import torch
 from cases import another_value, slow_but
 from hf_reference import as_transformers
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_file
 from model import (
@@ -257,69 +254,6 @@ def test_a_micro_batch_without_targets_has_zero_loss_and_gradients(cap, chunk, w
     assert loss.item() == evaluated.item() == 0.0
     assert torch.equal(x.grad, torch.zeros_like(x))
     assert torch.equal(head.grad, torch.zeros_like(head))
-
-
-def test_training_computes_each_product_with_the_head_once():
-    """Spend 2 N C V operations on the logits, and as many on each of the two gradients."""
-    x, head = torch.randn(4, 10, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        mean_loss(x, head, tokens(4, 10, 37), GPTConfig(loss_chunk="7")).backward()
-    assert counter.get_total_flops() == 6 * 40 * 16 * 37
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "fast"])
-def test_the_model_compiles_once_as_a_single_graph(model):
-    """Trace the model without a graph break, and not again for the next batches."""
-    torch._dynamo.reset()  # after another test's sizes, these would be dynamic
-    model = build_model(config_from_dict(SMALL | dict(n_layer=1, model=model, loss_chunk="32")))
-    backend = CompileCounterWithBackend("aot_eager")
-    compile_model(model, fullgraph=True, backend=backend)
-    for seed in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens(3, 50, 211, seed), tokens(3, 50, 211, seed + 1))
-        loss.backward()
-    assert backend.frame_count == 1
-
-
-@pytest.mark.parametrize("cap", [None, 15.0])
-def test_the_graph_of_a_chunked_loss_counts_targets_last_and_has_no_scatter(cap):
-    """
-    Count targets after the last matmul; if they were counted earlier, the compiler would compute
-    the logits of all chunks at once. A scatter would write and read a softmax in float32.
-    """
-    steps = []
-
-    def forward(graph, inputs):
-        steps.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
-    x, head = torch.randn(1, 12, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
-    ours = compile_function(mean_loss, backend=aot_autograd(fw_compiler=forward))
-    ours(x, head, tokens(1, 12, 37), GPTConfig(loss_chunk="4"), cap)
-    products = [number for number, step in enumerate(steps) if step.startswith("aten.mm")]
-    assert len(products) == 3 * 3 and "aten.sum.default" in steps[products[-1] :]
-    assert not [step for step in steps if "scatter" in step]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_residual_stream_is_bfloat16_wherever_norms_and_their_gradients_sum_in_float32(device):
-    """
-    Keep the stream in float32 in a CPU's eager code, and under float16 autocast, because a sum over
-    all blocks may exceed float16's range.
-    """
-    model, found = build_model(GPTConfig(**SMALL | dict(n_layer=1))).to(device), []
-    model.transformer.h[0].register_forward_pre_hook(lambda _, x: found.append(x[0].dtype))
-    idx = tokens(2, 8, 211).to(device)
-    for dtype, stream in ((torch.bfloat16,) * 2, (torch.float16, torch.float32)):
-        torch._dynamo.reset()
-        hidden = compile_function(model.hidden, backend="aot_eager")
-        with torch.autocast(device, dtype):
-            hidden(idx)
-            assert found[-1] == stream
-            model.hidden(idx)
-            assert found[-1] == (stream if device == "cuda" else torch.float32)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])

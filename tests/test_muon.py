@@ -5,7 +5,6 @@ implementation.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ import torch.nn as nn
 from configurator import Config
 from model import GPTConfig
 from model_fast import FastConfig, FastGPT, build_model
-from optimizer import NEWTON_SCHULZ, Muon, build_optimizer, muon_groups, orthogonalize
+from optimizer import Muon, build_optimizer, muon_groups, orthogonalize
 
 RECIPE = Config(optimizer="muon", learning_rate=0.029, beta1=0.8, weight_decay=0.01)
 START = dict(done=0.0, length=100)  # of a run
@@ -98,32 +97,6 @@ def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
         p.grad = gradient
         optimizer.step()
         assert p.isfinite().all() and torch.equal(p, before) != moves
-
-
-VIEWS = ("view", "chunk", "split_with_sizes", "unbind", "mT", "transpose")  # these start no kernel
-
-
-def operators(step: Callable[[], None]) -> int:
-    """
-    Count the operators that a step itself calls, which is about the number of kernels on a GPU.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step()
-    called = [e for e in profiler.events() if e.name.startswith("aten::")]
-    parents = [e.cpu_parent for e in called if e.name.removeprefix("aten::") not in VIEWS]
-    return sum(parent is None or not parent.name.startswith("aten::") for parent in parents)
-
-
-def test_a_step_starts_fewer_than_a_quarter_of_the_kernels_of_torchs_muon():
-    """Update all matrices of one shape together, here in 12 layers."""
-    model = FastGPT(replace(SMALL, n_layer=12, bias=False))
-    give_gradients(model, 0)
-    ours = build_optimizer(model, RECIPE, torch.bfloat16)
-    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
-    theirs = torch.optim.Muon(matrices, ns_steps=len(NEWTON_SCHULZ))
-    ours.step()  # makes its state
-    theirs.step()
-    assert 4 * operators(ours.step) < operators(theirs.step)
 
 
 @pytest.mark.parametrize(

@@ -100,19 +100,6 @@ def test_an_evaluation_reads_a_million_tokens_of_train_and_of_others_as_many_as_
     assert means["train_loss"] == pytest.approx(tokens.mean(), rel=1e-3)
 
 
-def test_grad_clip_0_logs_the_gradient_norm_but_does_not_rescale_gradients(tokens, tmp_path):
-    """Skip the multiplication by 1.0, which would take a millisecond of each iteration on a GPU."""
-
-    def multiplied(grad_clip: float) -> bool:
-        out_dir = tmp_path / f"{grad_clip}"
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            train(**TINY | dict(max_iters=2, grad_clip=grad_clip), dataset=tokens, out_dir=out_dir)
-        assert all(norm > 0 for norm in column(out_dir, "step", "grad_norm"))
-        return any(event.name == "aten::_foreach_mul_" for event in profile.events())
-
-    assert multiplied(1.0) and not multiplied(0.0)
-
-
 def test_the_loss_of_an_iteration_is_the_weighted_mean_over_all_its_micro_batches():
     """
     Compare the loss and the gradient norm of three weighted micro-batches, of which one weighs

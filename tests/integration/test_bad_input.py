@@ -11,22 +11,17 @@ import json
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
 from char_dataset import write_letters
-from fault_injection import watched
 from hf_reference import random_gpt2
 from program import (
     ROOT,
     TINY_RUN,
-    finish,
-    flags,
     run,
-    start,
     write_tokens,
 )
 
@@ -300,31 +295,3 @@ BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + FIXED + TOOLS + PREPARATION
 @pytest.mark.parametrize("row", BAD_STARTS, ids=[row[0] for row in BAD_STARTS])
 def test_a_bad_command_prints_one_error_per_problem_and_changes_no_file(row, world, monkeypatch):
     check(world, monkeypatch, *row)
-
-
-# root may look into any folder, so this code first gives up all privileges
-UNPRIVILEGED = """
-import ctypes
-version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-assert ctypes.CDLL(None).capset(version_3, none) == 0
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
-@pytest.mark.parametrize(
-    "key, name, mode",
-    [
-        ("out_dir", "private/x", 0),
-        ("dataset", "private/x", 0),
-        ("dataset", "private", 0),
-        ("dataset", "private", 0o300),
-    ],
-)
-def test_a_folder_without_permission_gives_one_error(key, name, mode, world, tmp_path):
-    (tmp_path / "private").mkdir(mode=mode)
-    keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new") | {key: tmp_path / name}
-    words = [*watched(before=UNPRIVILEGED), str(world / "tiny.py"), *flags(**keys)]
-    result = finish(start(*words))
-    assert result.code == 1
-    assert_refused(result.err.splitlines(), (f"{name} Permission denied",))
-    assert not (tmp_path / "new").exists()

@@ -15,11 +15,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
-import torch
 from fault_injection import watched
 from program import (
     FAST,
@@ -35,8 +33,6 @@ from program import (
     train,
     write_tokens,
 )
-
-from machine import ranks
 
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
@@ -219,23 +215,6 @@ def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(iters, tiny,
     assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
     (line,) = {*error_lines(*(result.err for result in results))}
     assert "checkpoint" in line and "same" in line
-
-
-@pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
-def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, monkeypatch):
-    """Use gloo on CPUs, and where torch has no NCCL, as on Windows."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    made = mock.Mock()
-    for name in ("new_group", "is_nccl_available"):
-        monkeypatch.setattr(torch.distributed, name, getattr(made, name))
-    monkeypatch.setattr("machine.ranks.DistributedDataParallel", made.wrap)
-    made.is_nccl_available.return_value = built
-    model = mock.Mock(parameters=lambda: iter([mock.Mock(is_cuda=on_gpu)]))
-    ranks.data_parallel(model)
-    nccl = made.new_group.return_value if on_gpu and built else None
-    assert made.wrap.call_args.kwargs["process_group"] is nccl
-    if nccl:
-        made.new_group.assert_called_once_with(backend="nccl")
 
 
 # -----------------------------------------------------------------------------
