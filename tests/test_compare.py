@@ -335,21 +335,6 @@ def test_refuses_seeds_that_cannot_be_compared(side, said):
 # Published runs
 
 
-EMPTY_CSVS = ["a,b\n1,2\n", "", "# dataset = 'x'\niter,val_loss\n5,\n"]
-WORDS = ["iter,val_loss\n5,x\n", "step,val_loss\n5,3\n"]
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [(text, "a.csv: holds no iteration") for text in EMPTY_CSVS]
-    + [(text, "a.csv: .*Error: .*; give the out_dir") for text in WORDS],
-)
-def test_refuses_a_csv_without_any_evaluation_or_number(text, said, tmp_path):
-    (tmp_path / "a.csv").write_text(text)
-    with pytest.raises(UserError, match=said):
-        open_run(tmp_path / "a.csv")
-
-
 def test_the_mean_of_ten_public_runs_has_a_loss_band_and_no_hours():
     seen = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
     assert seen.hours is None
@@ -470,13 +455,6 @@ def test_draws_losses_over_tokens_and_time_the_speed_and_the_learning_rate():
     assert over_time[0] == (pytest.approx([4.5 / 3600, 8 / 3600]), [4.0, 3.0])
     assert speed[0][1] == [10_000] * 10
     assert rate[0][1] == [0.1] * 10
-
-
-def test_draws_other_losses_among_the_losses_and_no_other_numbers():
-    """Show a loss below the train and val losses too. test_hacking.py reads the table's row."""
-    others = dict(second_loss=1.0, choices=0.5)
-    losses, *_ = drawn(make_run("a", {0: 8.0, 5: 4.0, 10: 3.0}, others=others)).axes
-    assert losses.get_ylim()[0] < 1.0 and len(lines(losses)) == 3
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
-from program import ROOT, column, flags, run, train
+from program import ROOT, flags, run
 
 from common import environment
 from common.console import UserError, is_out_of_memory
@@ -280,24 +280,6 @@ def test_measures_a_matmul_of_random_numbers_without_changing_the_random_state(m
     assert measured == pytest.approx(4) and {len(a) for a in seen} == {512, 1024, 2048}
     assert seen[0].std().item() == pytest.approx(1, abs=0.02)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-TINY = dict(n_layer=1, max_iters=2, eval_interval=100, eval_tokens=64)
-
-
-def test_a_resume_with_dtype_auto_keeps_the_runs_dtype(tiny, machine):
-    """
-    Keep bfloat16 on a machine where auto would mean float32, and change it only if another is
-    named.
-    """
-    keys = tiny | dict(dtype="auto")
-    machine(amx=True)
-    train(**keys)
-    machine()
-    train(**keys | dict(max_iters=3))
-    result = train(**keys | dict(max_iters=4, dtype="float32"))
-    assert column(tiny["out_dir"], "start", "dtype") == ["bfloat16", "bfloat16", "float32"]
-    assert "resume: dtype = 'float32' (the checkpoint had 'bfloat16')" in result.out
 
 
 MANY = dict(gradient_accumulation_steps=1600)  # 102,400 tokens per iteration

@@ -140,15 +140,6 @@ def test_a_runs_folder_means_its_whole_checkpoint_with_the_lowest_loss(flag, gpt
     assert sample(f"{flag}={tmp_path}", *GREEDILY) == ["azzzzz"]
 
 
-def test_temperature_0_top_k_1_and_a_tiny_top_p_all_pick_the_likeliest_token(gpt2):
-    arguments = (f"--out_dir={gpt2}", "--start=abc", "--max_new_tokens=20", "--num_samples=2")
-    texts = sample(*arguments, "--temperature=0")
-    assert texts[0] == texts[1]
-    for flag in ("--top_k=1", "--top_p=1e-9"):
-        assert sample(*arguments, "--temperature=2", flag) == texts
-    assert sample(*arguments, "--temperature=2") != texts
-
-
 def test_unknown_characters_in_a_prompt_are_left_out_with_a_warning(gpt2):
     arguments = ("--num_samples=1", "--max_new_tokens=3", "--device=cpu")
     result = run("sample.py", f"--out_dir={gpt2}", "--start=a!b", *arguments)
@@ -212,22 +203,6 @@ def test_samples_print_control_characters_as_escapes_even_into_a_pipe(made, tmp_
     parrot = write_parrot(made, tmp_path / "parrot.pt", token=27)
     result = run("sample.py", f"--init_from={parrot}", "--start=a\tb\r", *two)
     assert result.code == 0 and result.out == 2 * (r"a	b\x0d\x1b\x1b" + RULER)
-
-
-def test_running_out_of_memory_prints_one_line_that_says_what_to_reduce(made):
-    with mock.patch("model.generate", side_effect=torch.OutOfMemoryError):
-        result = run("sample.py", f"--out_dir={made}", *SHORT)
-    assert result.code == 1
-    assert result.err.splitlines()[1:] == ["error: out of memory; reduce --num_samples"]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "cp1252"])
-def test_a_prompt_file_saved_on_windows_is_read(encoding, made, tmp_path):
-    (tmp_path / "prompt.txt").write_text("naïve\n" * 9, encoding, newline="\r\n")
-    result = run("sample.py", f"--out_dir={made}", f"--start=FILE:{tmp_path}/prompt.txt", *SHORT)
-    # an older encoding cannot be told from damage
-    expected = "na\N{REPLACEMENT CHARACTER}ve\n" if encoding == "cp1252" else "naïve\n"
-    assert result.code == 0 and result.out.startswith(expected * 9)
 
 
 def test_end_of_text_in_a_prompt_is_one_token():

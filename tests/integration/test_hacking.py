@@ -18,6 +18,7 @@ from program import (
     ROOT,
     TINY_RUN,
     Result,
+    Run,
     assert_same_run,
     changed,
     checkpoint,
@@ -101,6 +102,9 @@ for script, *words in json.loads(sys.argv[1]):
     if script == "cp":
         shutil.copytree(*words, ignore=shutil.ignore_patterns("*[4-8].pt"))
         continue
+    if script == "-c":
+        exec(words[0])
+        continue
     torch.seed()
     code, out, err = 0, io.StringIO(), io.StringIO()
     sys.argv = [script, *words]
@@ -114,13 +118,13 @@ print(json.dumps(results))
 """
 
 
-def launches(program: Path, *commands: list, first: str = "") -> list[Result]:
+def launches(program: Path, *commands: list) -> list[Result]:
     """
-    Run commands of a changed program, after the code in `first`. `cp` copies a run as it was before
-    its iteration 4.
+    Run commands of a changed program. `cp` copies a run as it was before its iteration 4, and has
+    no result; neither has code given with -c.
     """
     words = json.dumps(commands, default=str)
-    result = finish(start("-c", first + LAUNCHES, words, cwd=program))
+    result = finish(start("-c", LAUNCHES, words, cwd=program))
     assert result.code == 0, result.err
     return [Result(*found) for found in json.loads(result.out.splitlines()[-1])]
 
@@ -129,9 +133,23 @@ def training(**keys) -> list[str]:
     return ["train.py", *flags(**TINY | keys)]
 
 
-def train_changed(program: Path, **keys) -> None:
-    (result,) = launches(program, training(**keys))
-    assert result.code == 0, result.err
+def resumed(program: Path, *others: list[str], **keys) -> list[Result]:
+    """
+    Train with a changed program, in its folder, whole and resumed from iteration 3 in `halves`, and
+    check that both end alike. Returns the results of the whole run and of `others`, which run
+    before the resume.
+    """
+    keys |= dict(checkpoint_interval=1)
+    straight, *results, again = launches(
+        program,
+        training(**keys, out_dir="whole"),
+        ["cp", "whole", "halves"],
+        *others,
+        training(**keys, out_dir="halves", init_from="resume"),
+    )
+    assert (straight.code, again.code) == (0, 0), (straight.err, again.err)
+    assert_same_run(program / "halves", program / "whole", 8)
+    return [straight, *results]
 
 
 # -----------------------------------------------------------------------------
@@ -249,19 +267,13 @@ MLP.__init__, MLP.forward = init, forward
 def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(tokens, tmp_path):
     """Change neither when compiled code is compared with eager code."""
     program = changed(tmp_path / "program", NOISY)
-    words = training(dropout=0.1, dataset=tokens)
-    for result in launches(
-        program,
-        [*words, "--out_dir=straight"],
-        [*words, "--out_dir=halves", "--max_iters=4"],
-        [*words, "--out_dir=halves", "--init_from=resume"],
-        [*words, "--out_dir=compiled", "--compile=True"],
-        first="import torch; torch.compile = lambda call: call\n",  # changes nothing
-    ):
-        assert result.code == 0 and "warning" not in result.err, result.err
-    assert_same_run(program / "straight", program / "halves", 8)
-    assert_same_run(program / "straight", program / "compiled", 8)
-    weights = checkpoint(program / "straight", 8)["model"]
+    keys = dict(dropout=0.1, dataset=tokens)
+    unchanged = ["-c", "torch.compile = lambda call: call"]
+    compiled = training(**keys, out_dir="compiled", compile=True)
+    straight, *results = resumed(program, unchanged, compiled, **keys)
+    assert all(not r.code and "warning" not in r.err for r in (straight, *results)), results
+    assert_same_run(program / "whole", program / "compiled", 8)
+    weights = checkpoint(program / "whole", 8)["model"]
     assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
     assert weights["transformer.h.0.mlp.mask"][0, 1] == float("-inf")
 
@@ -445,31 +457,19 @@ def test_the_documented_second_head_has_a_loss_of_its_own_per_split_and_over_all
     tokens, tmp_path
 ):
     program = edited(changed(tmp_path / "program", HEADS), *HEAD_EDITS)
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    keys = dict(dataset=tokens, checkpoint_interval=1)
-    results = launches(
-        program,
-        training(**keys, out_dir=whole),
-        ["cp", whole, halves],
-        training(**keys, out_dir=halves, init_from="resume"),
-    )
-    for result in results:
-        assert result.code == 0, result.err
-    assert_same_run(halves, whole, 8)
-    numbers = column(whole, "step", "second_loss")
-    printed = re.findall(r"^iter .* eta \w+, second loss (\S+)$", results[0].out, re.M)
-    assert printed == [f"{number:.4g}" for number in numbers]
-    words = training(**keys, out_dir=tmp_path / "ranks")[1:]
+    (straight,) = resumed(program, dataset=tokens)
+    ran = Run(program / "whole")
+    printed = re.findall(r"^iter .* eta \w+, second loss (\S+)$", straight.out, re.M)
+    assert printed == [f"{number:.4g}" for number in ran.steps("second_loss")]
+    words = training(dataset=tokens, out_dir="ranks")[1:]
     for result in finish_ranks(start_ranks(2, *words, cwd=program)):
         assert result.code == 0, result.err
-    names = ("loss", "second_loss")
-    losses = column(whole, "step", *names)
-    for ours, theirs in zip(losses, column(tmp_path / "ranks", "step", *names), strict=True):
-        assert theirs == pytest.approx(ours, rel=1e-5)
+    losses = ran.steps("loss", "second_loss")
+    theirs = Run(program / "ranks").steps("loss", "second_loss")
+    assert [*map(pytest.approx, theirs)] == losses
     # before the first update, training and evaluation read other tokens of one distribution
-    train_loss, *_ = column(whole, "eval", "train_loss")
     (loss, second), *_, last = losses
-    assert loss == pytest.approx(train_loss + 0.5 * second, rel=0.01)
+    assert loss == pytest.approx(ran.evals("train_loss")[0] + 0.5 * second, rel=0.01)
     assert last[1] < second - 0.01
 
 
@@ -492,24 +492,14 @@ def test_the_documented_teacher_gives_half_of_the_loss_and_another_is_refused(
     tokens, whole, tmp_path
 ):
     program = edited(changed(tmp_path / "program", TEACHER_FILES), *TEACHER_EDITS)
-    out_dir, halves = tmp_path / "whole", tmp_path / "halves"
-    keys = dict(dataset=tokens, teacher=whole / "ckpt-00000008.pt", checkpoint_interval=1)
-    keys |= dict(loss_chunk=24)
-    resume = dict(out_dir=halves, init_from="resume")
-    straight, off, refuses, resumed = launches(
-        program,
-        training(**keys, out_dir=out_dir),
-        training(**keys | dict(loss_chunk="off"), out_dir=tmp_path / "off"),
-        ["cp", out_dir, halves],
-        training(**keys | resume | dict(teacher=whole / "ckpt-00000004.pt")),
-        training(**keys | resume),
-    )
-    for result in (straight, off, resumed):
-        assert result.code == 0, result.err
+    keys = dict(dataset=tokens, teacher=whole / "ckpt-00000008.pt", loss_chunk=24)
+    another = dict(teacher=whole / "ckpt-00000004.pt", out_dir="halves")
+    whole_loss = training(**keys | dict(loss_chunk="off"), out_dir="off")
+    _, refuses, off = resumed(program, training(**keys | another), whole_loss, **keys)
     refused(refuses, "dataset: ")
-    assert_same_run(halves, out_dir, 8)
+    out_dir = program / "whole"
     losses = column(out_dir, "step", "loss")
-    assert losses == pytest.approx(column(tmp_path / "off", "step", "loss"), rel=1e-5)
+    assert losses == pytest.approx(column(program / "off", "step", "loss"), rel=1e-5), off
     batch = windows(tokens, 1)
     teacher, student = (
         saved_model(path)(batch[:, :-1]).detach().flatten(0, 1)
@@ -583,22 +573,14 @@ def test_the_documented_batch_that_doubles_is_resumed_and_totals_and_a_plan_coun
     tokens, tmp_path
 ):
     program = changed(tmp_path / "program", DOUBLING)
-    whole, halves, plan = tmp_path / "whole", tmp_path / "halves", tmp_path / "plan.json"
-    keys = dict(dataset=tokens, checkpoint_interval=1)
-    straight, resumed, planned = launches(
-        program,
-        training(**keys, out_dir=whole),
-        ["cp", whole, halves],
-        training(**keys, out_dir=halves, init_from="resume"),
-        ["bench.py", "plan", *training(**keys)[1:], "--iter_seconds=1", f"--json={plan}"],
-    )
+    words = training(dataset=tokens)[1:]
+    planning = ["bench.py", "plan", *words, "--iter_seconds=1", "--json=plan.json"]
+    straight, planned = resumed(program, planning, dataset=tokens)
     total = 4 * 128 + 4 * 256
-    for result in (straight, resumed):
-        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in result.out, result
-    assert_same_run(halves, whole, 8)
-    assert checkpoint(whole, 8)["progress"]["tokens"] == total
+    assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in straight.out
+    assert checkpoint(program / "whole", 8)["progress"]["tokens"] == total
     assert planned.code == 0, planned.err
-    figures = json.loads(plan.read_text("utf-8"))
+    figures = json.loads((program / "plan.json").read_text("utf-8"))
     assert figures["total_tokens"] == total
     assert figures["hours"] == pytest.approx((4 + 4 * 2) / 3600)
 
@@ -609,20 +591,11 @@ def test_the_documented_mixture_moves_resumes_bit_for_bit_and_refuses_other_toke
 ):
     program = edited(changed(tmp_path / "program", MIXTURE_FILES), *MIXTURE_EDITS)
     other = write_tokens(program / "other", [900], [300], vocab=61)
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    keys = dict(dataset=tokens, second=other, mix_iters=6, checkpoint_interval=1)
-    resume = dict(out_dir=halves, init_from="resume")
-    straight, refuses, resumed = launches(
-        program,
-        training(**keys, out_dir=whole),
-        ["cp", whole, halves],
-        training(**keys | resume | dict(second=tokens)),
-        training(**keys | resume),
-    )
-    assert straight.code == resumed.code == 0, (straight.err, resumed.err)
+    keys = dict(dataset=tokens, second=other, mix_iters=6)
+    _, refuses = resumed(program, training(**keys | dict(second=tokens, out_dir="halves")), **keys)
     refused(refuses, "dataset: ")
-    assert_same_run(halves, whole, 8)
-    assert column(whole, "eval", "second_loss")[-1] < column(whole, "eval", "second_loss")[0]
+    losses = column(program / "whole", "eval", "second_loss")
+    assert losses[-1] < losses[0]
     # of 48 sequences in six iterations half are from the second dataset, and all after that
     code = """
 from data.loader import Mixture

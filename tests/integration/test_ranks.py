@@ -7,7 +7,6 @@ in which torchrun itself starts, stops and restarts ranks use the real torchrun,
 """
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -303,35 +302,3 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone, 
     text = log.read_text()
     assert text.count("\niter 9:") == text.count(f"checkpoint {ran.saved[-1]}: ") == 1  # once
     assert_same_numbers(alone, ran)
-
-
-@pytest.mark.slow
-def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
-    tiny, ran, tmp_path
-):
-    """Kill a rank five times, every other time within four seconds of its start."""
-    kills, chance, killed = 5, random.Random(1), set()
-    keys = tiny | dict(max_iters=600, eval_interval=300, log_interval=10)
-    keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
-    restarts = ("--standalone", f"--max-restarts={kills}")
-    command = train_py(**keys)
-    process = start_torchrun(2, tmp_path / "log", *restarts, *command)
-    for number in range(kills):
-        workers = []
-        while len(workers) < 2:
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            children = psutil.Process(process.pid).children()
-            workers = [child for child in children if child.pid not in killed]
-            time.sleep(0.01)
-        if number % 2:
-            time.sleep(chance.uniform(0, 4))
-        else:
-            written = len(ran.records()) if ran.out_dir.exists() else 0
-            wait_for_record(ran.out_dir, written + 3, process)
-            time.sleep(chance.uniform(0, 0.1))
-        chance.choice(workers).kill()
-        killed |= {worker.pid for worker in workers}
-    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
-    straight = tmp_path / "straight"
-    train_ranks(2, [0, 0], **keys | dict(out_dir=straight, checkpoint_interval=0))
-    assert ran.evals("val_loss") == pytest.approx(Run(straight).evals("val_loss"), abs=1e-4)
