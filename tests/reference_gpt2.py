@@ -1,24 +1,23 @@
 """
-Implement a second trainer in plain torch: GPT-2, AdamW, the schedule, the order of the windows and
-both evaluations. Nothing of the program is imported. Tests compare real runs with this trainer.
+Train GPT-2 a second time, with transformers' model and torch's AdamW in float64; the schedule, the
+order of the windows and both evaluations stand here. Nothing of the program is imported. Tests
+compare real runs with this trainer, from which they differ only by the rounding of their float32.
 
-    weights = reference_gpt2.weights(checkpoint["model"])
-    run = reference_gpt2.train(weights, tokens, config)      changes `weights`, as training does
+    model = reference_gpt2.model_of(checkpoint["model"], config)
+    run = reference_gpt2.train(model, tokens, config)         trains `model`
 
-`config` is a dict of the program's keys. Everything is computed in float64, so a real run differs
-only by the rounding of its own float32.
+`config` is a dict of the program's keys.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
+from hf_reference import TRANSPOSED
+from reference_fast import read_split, shuffled_windows
 from torch import Tensor
-
-Weights = dict[str, Tensor]  # by nanoGPT's names; without the head if it is tied to the embedding
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class Run(NamedTuple):
@@ -28,109 +27,29 @@ class Run(NamedTuple):
     evals: list[tuple[int, float, float]]  # iteration, train loss, validation loss
 
 
-def weights(state: Weights) -> Weights:
-    """Return a checkpoint's weights in float64, ready for train()."""
-    tied = torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
-    names = [name for name in state if not (tied and name == "lm_head.weight")]
-    return {name: state[name].double().requires_grad_() for name in names}
+def model_of(weights: dict[str, Tensor], config: dict) -> GPT2LMHeadModel:
+    """Return a model with a checkpoint's weights. Biases that they lack stay 0."""
+    wte, head = (weights[f"{name}.weight"] for name in ("transformer.wte", "lm_head"))
+    sizes = {name: config[name] for name in ("n_layer", "n_head", "n_embd")}
+    sizes |= dict(n_positions=config["block_size"], vocab_size=len(wte))
+    sizes |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=torch.equal(wte, head)))
+    with torch.no_grad():
+        for name, p in model.double().named_parameters():
+            found = weights.get(name, torch.zeros(p.shape))
+            p.copy_(found.t() if name.endswith(TRANSPOSED) and p.dim() == 2 else found)
+            p.requires_grad_(name in weights)
+    return model
 
 
-# -----------------------------------------------------------------------------
-# The model
-
-
-def loss_of(w: Weights, config: dict, rows: np.ndarray) -> Tensor:
+def loss_of(model: GPT2LMHeadModel, windows: list[Tensor]) -> Tensor:
     """
-    Return GPT-2's mean loss in nats on windows (B, T + 1). The padding of the vocabulary takes part
-    in the softmax.
+    Return the mean loss in nats on windows of T + 1 tokens. The padding of the vocabulary takes
+    part in the softmax.
     """
-    block = torch.from_numpy(rows)
-    targets = block[:, 1:]
-    logits = logits_of(w, config, block[:, :-1])
-    return -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
-
-
-def logits_of(w: Weights, config: dict, idx: Tensor) -> Tensor:
-    """Return the logits (B, T, V) for tokens (B, T)."""
-    x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][: idx.size(1)]
-    for i in range(config["n_layer"]):
-        name = f"transformer.h.{i}"
-        x = x + attention(w, f"{name}.attn", norm(w, f"{name}.ln_1", x), config["n_head"])
-        x = x + mlp(w, f"{name}.mlp", norm(w, f"{name}.ln_2", x))
-    head = w.get("lm_head.weight", w["transformer.wte.weight"])
-    return norm(w, "transformer.ln_f", x) @ head.T
-
-
-def attention(w: Weights, name: str, x: Tensor, n_head: int) -> Tensor:
-    """Apply causal self-attention, (B, T, C) -> (B, T, C)."""
-    qkv = linear(w, f"{name}.c_attn", x).chunk(3, dim=-1)
-    q, k, v = (part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in qkv)  # (B, nh, T, hs)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
-    attended = scores.masked_fill(~seen(x.size(1)), -math.inf).softmax(-1) @ v
-    return linear(w, f"{name}.c_proj", attended.transpose(1, 2).flatten(2))
-
-
-def seen(T: int) -> Tensor:
-    """Return which tokens each token attends to, (T, T): itself and those before it."""
-    return torch.ones(T, T).tril().bool()
-
-
-def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
-    """Apply two matrices, with the tanh approximation of GELU between them."""
-    u = linear(w, f"{name}.c_fc", x)
-    gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
-    return linear(w, f"{name}.c_proj", gelu)
-
-
-def linear(w: Weights, name: str, x: Tensor) -> Tensor:
-    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
-
-
-def norm(w: Weights, name: str, x: Tensor) -> Tensor:
-    """Apply LayerNorm, with or without a bias."""
-    centred = x - x.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True)
-    return centred / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
-
-
-# -----------------------------------------------------------------------------
-# The data
-
-
-def split(folder: Path, name: str) -> np.ndarray:
-    """Return all tokens of a split, its shards one after another."""
-    header = 512  # 256 int32, in uint16
-    shards = [np.fromfile(path, "<u2")[header:] for path in sorted(folder.glob(f"{name}_*.bin"))]
-    return np.concatenate(shards).astype(np.int64)
-
-
-def shuffled(ids: np.ndarray, T: int, seed: int) -> Iterator[np.ndarray]:
-    """
-    Yield the training windows. An epoch is every window once, in an order and from an offset that
-    follow from the seed and the epoch.
-    """
-    epoch = 0
-    while True:
-        random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-        offset = int(random.integers(min(T, len(ids) - T)))
-        count = (len(ids) - 1 - offset) // T
-        for n in random.permutation(np.arange(count, dtype=np.int32)):
-            yield ids[offset + n * T :][: T + 1]
-        epoch += 1
-
-
-def batches(folder: Path, config: dict) -> Iterator[np.ndarray]:
-    """Yield the windows of each iteration, (sequences, T + 1)."""
-    ids = split(folder, "train")
-    T = config["block_size"]
-    windows = shuffled(ids, T, config["seed"])
-    sequences = config["batch_size"] * config["gradient_accumulation_steps"]
-    while True:
-        yield np.stack([next(windows) for _ in range(sequences)])
-
-
-# -----------------------------------------------------------------------------
-# Training
+    block = torch.stack(windows)
+    logits = model(block[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten())
 
 
 def cosine(config: dict) -> list[float]:
@@ -146,61 +65,44 @@ def cosine(config: dict) -> list[float]:
     return rates
 
 
-class AdamW:
-    """Implement AdamW (Loshchilov & Hutter 2019). Only matrices and embeddings decay."""
-
-    def __init__(self, w: Weights, config: dict):
-        self.w = w
-        self.betas = config["beta1"], config["beta2"]
-        self.decay = config["weight_decay"]
-        self.updates = 0
-        self.means = {name: torch.zeros_like(p) for name, p in w.items()}
-        self.squares = {name: torch.zeros_like(p) for name, p in w.items()}
-
-    @torch.no_grad()
-    def update(self, grads: Weights, lr: float) -> None:
-        self.updates += 1
-        for name, p in self.w.items():
-            self.means[name].lerp_(grads[name], 1 - self.betas[0])
-            self.squares[name].lerp_(grads[name].square(), 1 - self.betas[1])
-            mean = self.means[name] / (1 - self.betas[0] ** self.updates)
-            square = self.squares[name] / (1 - self.betas[1] ** self.updates)
-            if p.dim() > 1:
-                p *= 1 - lr * self.decay
-            p -= lr * mean / (square.sqrt() + 1e-8)
-
-
-def train(w: Weights, folder: Path, config: dict, rates: list[float] | None = None) -> Run:
-    """Train for max_iters iterations, at the given learning rates or those of cosine()."""
+def train(model: GPT2LMHeadModel, folder: Path, config: dict) -> Run:
+    """Train for max_iters iterations. Only matrices and embeddings decay."""
     run = Run([], [])
-    optimizer = AdamW(w, config)
-    data = batches(folder, config)
-    for it, lr in enumerate(rates or cosine(config)):
+    windows = shuffled_windows(read_split(folder, "train"), config["block_size"], config["seed"])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[p for p in trained if p.dim() > 1], weight_decay=config["weight_decay"]),
+        dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(config["beta1"], config["beta2"]), foreach=False)
+    sequences = config["batch_size"] * config["gradient_accumulation_steps"]
+    for it, lr in enumerate(cosine(config)):
         if it % config["eval_interval"] == 0:
-            run.evals.append((it, *evaluate(w, folder, config)))
-        loss = loss_of(w, config, next(data))
-        grads = dict(zip(w, torch.autograd.grad(loss, [*w.values()]), strict=True))
-        total = math.sqrt(sum(grad.square().sum().item() for grad in grads.values()))
-        scale = min(1.0, config["grad_clip"] / total)
-        optimizer.update({name: grad * scale for name, grad in grads.items()}, lr)
-        run.steps.append((loss.item(), lr, total))
-    run.evals.append((config["max_iters"], *evaluate(w, folder, config)))
+            run.evals.append((it, *evaluate(model, folder, config)))
+        loss = loss_of(model, [next(windows) for _ in range(sequences)])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, config["grad_clip"])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        run.steps.append((loss.item(), lr, norm.item()))
+    run.evals.append((config["max_iters"], *evaluate(model, folder, config)))
     return run
 
 
 @torch.no_grad()
-def evaluate(w: Weights, folder: Path, config: dict) -> tuple[float, float]:
+def evaluate(model: GPT2LMHeadModel, folder: Path, config: dict) -> list[float]:
     """
     Return the train and val loss of an evaluation, on equally many windows of each split, spread
     over the whole of it.
     """
-    T = config["block_size"]
-    tokens = min(config["eval_tokens"], len(split(folder, "val")))
-    losses = []
+    T, losses = config["block_size"], []
+    tokens = min(config["eval_tokens"], len(read_split(folder, "val")))
     for name in ("train", "val"):
-        ids = split(folder, name)
+        ids = read_split(folder, name)
         available = (len(ids) - 1) // T
         count = min(tokens // T, available)
-        rows = [ids[n * available // count * T :][: T + 1] for n in range(count)]
-        losses.append(loss_of(w, config, np.stack(rows)).item())
-    return losses[0], losses[1]
+        starts = [n * available // count * T for n in range(count)]
+        losses.append(loss_of(model, [ids[at : at + T + 1] for at in starts]).item())
+    return losses

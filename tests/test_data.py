@@ -291,18 +291,6 @@ def refusal_of(folder: Path, **options) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    "files, words",
-    [
-        ({"train.bin": RAW}, ["no val tokens", "fineweb_val_000000.bin"]),
-        ({"val.bin": RAW}, ["no train tokens", "train.bin", "fineweb_train_000001.bin"]),
-    ],
-)
-def test_a_missing_split_gives_one_line_that_names_it(files, words, tmp_path):
-    write_files(tmp_path, files)
-    assert all(word in refusal_of(tmp_path) for word in words)
-
-
 def test_the_commands_that_make_shakespeare_hold_out_its_last_tenth(tmp_path, monkeypatch):
     config = load_config([str(ROOT / "config/shakespeare_char.py")])
     monkeypatch.chdir(tmp_path)
@@ -359,12 +347,6 @@ def test_an_interrupted_download_is_no_dataset_and_the_next_one_continues(hub):
     with pytest.raises(UserError, match="no val tokens"):
         open_dataset("fineweb_records")
     Hub.files = last
-    get_records()
-    assert_all_records(hub, RECORDS)
-
-
-def test_takes_files_from_a_mirror_whose_etags_are_no_sha256(hub, monkeypatch):
-    monkeypatch.setattr(Hub, "etags", "md5")
     get_records()
     assert_all_records(hub, RECORDS)
 

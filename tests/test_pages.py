@@ -5,11 +5,7 @@ they name exist.
 
 import ast
 import itertools
-import os
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -102,24 +98,6 @@ def test_troubleshooting_quotes_messages_that_the_program_prints():
     for message in quoted:
         parts = [part.strip() for part in message.split("...")]
         assert all(any(part in text for text in printed) for part in parts), message
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other locales")
-def test_the_command_against_duplicates_keeps_one_of_each_line(tmp_path):
-    """
-    In most languages' locales, lines of Korean words of equal lengths sort as equal. Without
-    Debian's package locales, which localedef needs, the lines sort by their bytes.
-    """
-    (command,) = re.findall(r"`([^`]*\bsort [^`]* > unique.jsonl)`", read(ROOT / "docs/data.md"))
-    lines = ["가나 다라", "마바 사아", "자차 카타"]
-    (tmp_path / "my.jsonl").write_text("".join(f"{line}\n" for line in [*lines, *lines]))
-    make = ["localedef", "-i", "en_US", "-f", "UTF-8", str(tmp_path / "en_US.UTF-8")]
-    if shutil.which("localedef"):
-        subprocess.run(make, capture_output=True)
-    env = os.environ | dict(LOCPATH=str(tmp_path), LANG="en_US.UTF-8")
-    env = {name: value for name, value in env.items() if not name.startswith("LC_")}
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, check=True)
-    assert sorted((tmp_path / "unique.jsonl").read_text().splitlines()) == lines
 
 
 # -----------------------------------------------------------------------------
