@@ -335,17 +335,6 @@ def test_refuses_seeds_that_cannot_be_compared(side, said):
 # Published runs
 
 
-def test_the_mean_of_ten_public_runs_has_a_loss_band_and_no_hours():
-    seen = open_run(ROOT / "results/public_runs/fineweb_124m_muon_h100.csv")
-    assert seen.hours is None
-    assert (seen.iterations, seen.tokens) == (3250, 3250 * 524_288)
-    # embedding, head with bias, gains; each block 12 x 768^2 weights, 9 x 768 biases, 2 gains
-    size = 2 * 50304 * 768 + 50304 + 2 * 768 + 12 * (12 * 768**2 + 9 * 768 + 2 * 768)
-    assert seen.start["parameters"] == size
-    at_250 = {key: seen.eval[key][1] for key in ("iter", "val_loss", "low", "high")}
-    assert at_250 == dict(iter=250, val_loss=4.09784, low=4.05795, high=4.13773)
-
-
 # a published run, our run's keys, and why their losses are not comparable
 LLMC = dict(dataset="d/fineweb_records", eval_tokens=10485760, block_size=1024)
 BESIDE = [

@@ -6,7 +6,6 @@ simulated GPUs, and the tensors alive on a CPU. test_plan.py has figures worked 
 import itertools
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ from training_setup import TrainingSetup
 
 from common.console import UserError
 from configurator import Config, load_config, read_config, resolve
-from machine import cost
-from machine.cost import CONTEXT_BYTES, checkpoint_bytes, fit_device, memory_bytes
+from machine.cost import CONTEXT_BYTES, fit_device, memory_bytes
 from machine.gpus import GIB, read_gpu_table, resolve_gpu, short_name
 from machine.hardware import Hardware
 from model import GPTConfig
-from model_fast import build_model, model_config
+from model_fast import model_config
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
 CONFIG_FILES = [path for path in sorted((ROOT / "config").glob("*.py")) if "GiB" in read(path)]
@@ -116,25 +114,6 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
     assert tensor_bytes(*sizes) / GIB == pytest.approx(row["allocated_gib"], rel=0.05)
     reserved = sum(memory_bytes(*sizes).values()) - CONTEXT_BYTES
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
-
-
-@pytest.mark.parametrize("recipe", [{}, FAST])
-def test_frozen_weights_have_no_gradients_and_no_optimizer_state(recipe, monkeypatch):
-    """Train the head alone: its gradient, and two moments, with Muon also an average."""
-
-    def frozen(config: GPTConfig):
-        model = build_model(config)
-        model.transformer.requires_grad_(False)
-        return model
-
-    monkeypatch.setattr(cost, "build_model", frozen)
-    config, _ = resolve(Config(**recipe | dict(n_embd=320, n_head=5, n_layer=1, bias=False)), 1)
-    model = model_of(replace(config, tie_weights=False))
-    head = 4 * 320 * 50304
-    parts = memory_bytes(config, model, "bfloat16", 8)
-    each = 3 if recipe else 2
-    assert (parts["gradients"], parts["optimizer"]) == (head, each * head)
-    assert checkpoint_bytes(config, model) == 4 * cost.count_parameters(model) + each * head
 
 
 FITTED = [  # GiB of a GPU, processes, flags, batch_size of a run to resume, the one taken

@@ -4,7 +4,6 @@ with each switch changed.
 """
 
 from dataclasses import fields, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from model import (
     KVCache,
     cap_logits,
     mean_loss,
-    prefers_plain,
 )
 from model_fast import FastConfig, build_model, config_from_dict, config_to_dict
 from run.start import FREE_ON_RESUME
@@ -64,25 +62,6 @@ def test_logits_equal_transformers_gpt2(name, flash):
         expected = as_transformers(model)(idx).logits
         # 1e-4 allows for fp32 rounding of logits of about 10, in a different order of operations
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
-
-
-PLAIN = [  # the queries' device, dtype and number; whether plain attention takes them
-    ("cpu", torch.bfloat16, 512, True),
-    ("cpu", torch.bfloat16, 513, False),
-    ("cpu", torch.float32, 64, False),
-    ("cuda", torch.bfloat16, 64, False),
-    ("mps", torch.float32, 1024, True),
-]
-
-
-@pytest.mark.parametrize("device, dtype, tokens, plain", PLAIN)
-def test_uses_plain_attention_for_short_sequences_on_a_cpu_and_on_a_mac(
-    device, dtype, tokens, plain
-):
-    q = SimpleNamespace(
-        device=torch.device(device), dtype=dtype, size=(1, 2, tokens, 8).__getitem__
-    )
-    assert prefers_plain(q) is plain
 
 
 @pytest.mark.parametrize("cap", [None, 15.0])

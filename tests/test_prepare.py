@@ -5,7 +5,6 @@ and test_bad_input.py tests bad command lines.
 """
 
 import hashlib
-import json
 import os
 import random
 import re
@@ -164,15 +163,6 @@ def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(shard_tok
         assert held == [shard for shard in made if shard]
 
 
-# The shards that these files and flags have always made. A checkpoint knows its dataset by the
-# shards' names and sha256, so a run resumes on a folder that is prepared again.
-SHARDS = {
-    "rows.parquet --val_fraction=0.0625 --shard_tokens=5k --tokens=12k": "07107223ea30c6cf",
-    "rows.jsonl --val_fraction=0.0625 --shard_tokens=5k": "1847481293ed1d60",
-    "book.txt rows.jsonl --val_fraction=0.2": "51c87e7aca62370e",
-}
-
-
 def command(line: str, out: Path) -> list:
     """
     Return the script and arguments that prepare the files named in `line`, with its flags; tokens
@@ -191,16 +181,6 @@ def write_sources(folder: Path) -> None:
     table = pa.table({"text": TEXTS})
     pq.write_table(table, folder / "many.parquet", row_group_size=2)  # 350 row groups
     (folder / "book.txt").write_text("\n\n".join(TEXTS[250:400]), "utf-8")
-
-
-@pytest.mark.parametrize("line", SHARDS)
-def test_a_command_makes_the_same_shards_as_in_earlier_versions(line, tmp_path):
-    write_sources(tmp_path)
-    script, *arguments = command(line, tmp_path / "out")
-    with on_hub(line.split()[0]):
-        prepare(*arguments, script=script)
-    made = json.dumps(digests(tmp_path / "out"), sort_keys=True)
-    assert hashlib.sha256(made.encode()).hexdigest()[:16] == SHARDS[line]
 
 
 # -----------------------------------------------------------------------------
@@ -228,18 +208,6 @@ def test_fewer_tokens_are_the_beginning_of_both_splits_and_each_row_is_read_once
     for split in ("train", "val"):
         few, every = (stored(Path(name), split) for name in ("few", "all"))
         assert 1000 < len(few) < len(every) and few == every[: len(few)]
-
-
-def test_all_large_folders_of_a_dataset_have_one_validation_text(monkeypatch):
-    monkeypatch.setattr("data.text.MOST_HELD_OUT", 2000)
-    write_parquet(Path("a.parquet"), TEXTS)
-    with on_hub("a.parquet"):
-        for name, flags in dict(few=["--tokens=40k"], bpe=["--tokenizer=bpe:300"], all=[]).items():
-            prepare(*FLAGS, *flags, f"--out={name}")
-    val = stored_texts(Path("all"), "val")
-    assert stored_texts(Path("few"), "val") == val_of_bpe() == val
-    held = sum(map(len, val))
-    assert 2000 <= held < 2000 + max(map(len, TEXTS))
 
 
 @pytest.mark.parametrize(
@@ -533,19 +501,3 @@ def test_prints_a_training_command_for_the_prepared_dataset():
     train = run("train.py", words[4], *small)
     assert words[3] == "config/own_text.py"
     assert train.code == 0 and "data: data/my notes, " in train.out, train
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ([], "own_text.md CONFIG --dataset=a --out_dir=out/a"),
-        (["--tokenizer=gpt2", "--out=elsewhere"], "own_text.md CONFIG --dataset=elsewhere"),
-    ],
-)
-def test_a_text_for_a_larger_model_is_sent_to_the_page_that_names_tokenizers(
-    flags, words, monkeypatch, gpt2_bpe
-):
-    monkeypatch.setattr(writer, "SMALL_TEXT", 100)
-    Path("a.txt").write_text("a line\n" * 400)
-    said = prepare("a.txt", *flags, script=TEXT).out.splitlines()[-2:]
-    assert "which tokenizer" in said[0] and all(word in " ".join(said) for word in words.split())

@@ -35,24 +35,6 @@ def config(tmp_path) -> Path:
     return tmp_path / "mine.py"
 
 
-@pytest.mark.parametrize(
-    "after, processes, accumulation",
-    [
-        ([], 1, 8),
-        (["--batch_size=8"], 1, 4),
-        (["--batch_size=3"], 1, 16),  # 2 is the largest divisor of 32 sequences up to 3
-        (["--batch_size=32"], 4, 4),  # 8 sequences for each process
-        (["--gradient_accumulation_steps=3", "--batch_size=3"], 1, 3),
-    ],
-)
-def test_recomputes_accumulation_for_flags_after_a_config(
-    after, processes, accumulation, config, monkeypatch
-):
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    c = fit_device(load_config([str(config), *after]), 50257, CPU, {})
-    assert c.gradient_accumulation_steps == accumulation
-
-
 def test_tokens_that_the_processes_cannot_share_are_refused(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match="tokens_per_iter: 512 .* use 528"):

@@ -9,7 +9,6 @@ InProcessRun, fault_injection.py and mocks.
 
 import errno
 import os
-import re
 import shutil
 import signal
 import stat
@@ -20,7 +19,6 @@ import pytest
 import torch
 from fault_injection import fill, free
 from program import (
-    ROOT,
     TINY_RUN,
     InProcessRun,
     Result,
@@ -32,7 +30,6 @@ from program import (
     raises,
     refused,
     run,
-    same,
     start,
     train,
     wait_for_line,
@@ -143,15 +140,6 @@ def test_a_resumed_run_fits_in_the_disk_space_that_the_docs_name(tiny, ran, on_d
     launch(InProcessRun(), **tiny | dict(eval_interval=2, max_iters=10), init_from="resume")
     assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert ran.saved == sorted({8, 10, best_logged(ran)})
-
-
-def test_a_disk_without_any_room_does_not_stop_a_resume(tiny, ran, straight, on_disk):
-    disk, trainer = on_disk(), InProcessRun()
-    train(**tiny | dict(max_iters=4))
-    fill(disk)
-    trainer.at["update", 2] = lambda: free(disk)
-    launch(trainer, **tiny, init_from="resume")
-    assert same(ran.state(8)["model"], Run(straight).state(8)["model"])
 
 
 def test_a_run_whose_last_save_fails_ends_with_an_error_and_is_finished_by_the_next_launch(
@@ -342,12 +330,6 @@ def test_a_checkpoint_named_after_another_iteration_is_refused(tiny, ran):
     assert contents(ran.out_dir) == before
 
 
-def test_torch_load_reads_a_checkpoint_with_the_keys_that_the_docs_list(straight):
-    page = (ROOT / "docs/internals/checkpoints.md").read_text()
-    rows = re.findall(r"^\| (`.*?) \|", page.partition("## The order")[0], re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == Run(straight).state().keys()
-
-
 USERS_FILES = [
     *("log.txt", "loss.png", "metrics.jsonl"),
     *("notes.txt", "notes.tmp", "ckpt-notes.pt", "loss.png.mine.tmp"),
@@ -363,21 +345,6 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     code = 1 if name.endswith(".pt") else 0
     assert run("train.py", *flags(**tiny)).code == code
     assert content in contents(ran.out_dir).values()
-
-
-def test_a_run_ends_at_a_save_while_its_folder_is_away_and_continues_when_it_is_back(
-    tiny, ran, straight, tmp_path
-):
-    """Do not save anything in a new folder of the same name."""
-    trainer, away = InProcessRun(), tmp_path / "away"
-    trainer.at["update", 6] = lambda: ran.out_dir.rename(away)
-    result = trainer.launch(**tiny)
-    assert result.err.count("launch lack lines") == 1
-    assert len(lines(result.err, f"error: {ran.out_dir}/ckpt-00000008.pt: is not saved")) == 1
-    assert not ran.out_dir.exists()
-    away.rename(ran.out_dir)
-    train(**tiny)
-    assert_same_run(straight, ran.out_dir, 8)
 
 
 @pytest.mark.parametrize("lacks", ["os.fsync", "fcntl.lockf"])

@@ -186,20 +186,6 @@ def test_night_passes_every_signal_on_as_sigterm_unless_it_is_ignored(
     assert {*Path("signals").read_text().split()} == signals
 
 
-@needs_signals
-def test_night_stops_a_command_that_it_has_just_launched(command, monkeypatch):
-    """The command does not answer signals yet, so SIGTERM kills it."""
-    launch = subprocess.Popen
-
-    def launch_and_signal(words):
-        child = launch(words)
-        signal.raise_signal(signal.SIGINT)
-        return child
-
-    monkeypatch.setattr(subprocess, "Popen", launch_and_signal)
-    assert night.main(command) == 143
-
-
 def test_night_ends_at_a_signal_in_its_pause(command, monkeypatch):
     Path("codes").write_text("1")
     monkeypatch.setattr(night, "PAUSE_SECONDS", 300)

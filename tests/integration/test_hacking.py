@@ -28,20 +28,13 @@ from program import (
     flags,
     refused,
     run,
-    same,
     start,
     start_ranks,
     train,
     write_tokens,
 )
-from torch import Tensor
 
-from configurator import Config
-from data.loader import ShuffledWindows
-from data.shards import open_dataset
-from model_fast import build_model, config_from_dict
 from run.curves import draw, open_run
-from run.pretrained import read_weights
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,
@@ -309,7 +302,7 @@ def test_same_run_says_whether_a_changed_program_resumes_exactly(
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, HEADS, TEACHER, MIXTURE, CHOICES, WATCH = (
+LOSS, HEADS, TEACHER, MIXTURE, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
     for name in (
         "logsumexp(-1)",
@@ -317,7 +310,6 @@ LOSS, HEADS, TEACHER, MIXTURE, CHOICES, WATCH = (
         "teacher: Any",
         "class Mixture:",
         "def choices(",
-        "def save_due(",
     )
 )
 # the indented blocks of the page, in its order
@@ -325,7 +317,6 @@ HEAD, ZERO, ADD, RETURN, READ_TEACHER, TEACH, SECOND, REFUSE, MIX, NUMBER = re.f
     r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
 )
 (WEIGH,) = re.findall(r"`(return x, y, .*?)`", PAGE)
-(SEE,) = re.findall(r"^```python\n(def see.*?)^```$", PAGE, re.M | re.S)
 # the batch size doubles at iteration 4
 (DOUBLED,) = re.findall(r"`(return self\.iter_tokens \* \(last.*?)`", PAGE)
 DOUBLING = {
@@ -354,7 +345,7 @@ HEAD_EDITS = [
     (line := "        total_loss += loss.detach()\n", line + ADD),
     (RETURN_LINE, RETURN),
 ]
-TEACHER_FILES = TEACHER | {"configurator.py": 'class Config:\n    teacher: Location = ""'}
+TEACHER |= {"configurator.py": 'class Config:\n    teacher: Location = ""'}
 TEACHER_EDITS = [
     (DATA_LINE, DATA_LINE + READ_TEACHER),
     (MODEL_LINE, MODEL_LINE + TEACH),
@@ -365,7 +356,7 @@ MIXTURE_EDITS = [
     (DATA_LINE, DATA_LINE + SECOND + REFUSE),
     (line := "    batches = Batches(data, c, hw.device, progress.tokens)\n", line + MIX),
 ]
-MIXTURE_FILES = MIXTURE | {
+MIXTURE |= {
     "configurator.py": """
 class Config:
     second: Location = ""  # a second dataset, for training to end with
@@ -452,161 +443,44 @@ def test_the_documented_number_is_printed_recorded_and_compared(documented):
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 
 
+TEACHERS = [dict(teacher=f"before/ckpt-0000000{it}.pt") for it in (8, 4)]
+DOCUMENTED = {  # the page's code and edits, the change's keys, and values that a resume refuses
+    "a second head": (HEADS, HEAD_EDITS, {}, {}),
+    "a teacher": (TEACHER, TEACHER_EDITS, *TEACHERS),
+    "a batch that doubles": (DOUBLING, [], {}, {}),
+    "a mixture": (MIXTURE, MIXTURE_EDITS, dict(second="other", mix_iters=6), dict(second="tokens")),
+    "weights of targets": ({}, [(line := "    return x, y\n", f"    {WEIGH}\n")], {}, {}),
+}
+
+
 @pytest.mark.slow
-def test_the_documented_second_head_has_a_loss_of_its_own_per_split_and_over_all_ranks(
-    tokens, tmp_path
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
+    name, tokens, whole, tmp_path
 ):
-    program = edited(changed(tmp_path / "program", HEADS), *HEAD_EDITS)
-    (straight,) = resumed(program, dataset=tokens)
-    ran = Run(program / "whole")
-    printed = re.findall(r"^iter .* eta \w+, second loss (\S+)$", straight.out, re.M)
-    assert printed == [f"{number:.4g}" for number in ran.steps("second_loss")]
-    words = training(dataset=tokens, out_dir="ranks")[1:]
+    """Two ranks have the losses of one process, and another teacher or mixture is other data."""
+    files, edits, keys, others = DOCUMENTED[name]
+    program = edited(changed(tmp_path / "program", files), *edits)
+    shutil.copytree(tokens, program / "data/tokens")
+    shutil.copytree(whole, program / "before")
+    write_tokens(program / "data/other", [900], [300])
+    keys = dict(dataset="tokens", **keys)
+    wrong = [training(**keys | {key: other}, out_dir="halves") for key, other in others.items()]
+    straight, *refusals = resumed(program, *wrong, **keys)
+    for result in refusals:
+        refused(result, "dataset: ")
+    words = training(**keys, out_dir="ranks")[1:]
     for result in finish_ranks(start_ranks(2, *words, cwd=program)):
         assert result.code == 0, result.err
-    losses = ran.steps("loss", "second_loss")
-    theirs = Run(program / "ranks").steps("loss", "second_loss")
-    assert [*map(pytest.approx, theirs)] == losses
-    # before the first update, training and evaluation read other tokens of one distribution
-    (loss, second), *_, last = losses
-    assert loss == pytest.approx(ran.evals("train_loss")[0] + 0.5 * second, rel=0.01)
-    assert last[1] < second - 0.01
-
-
-def windows(dataset: Path, it: int) -> Tensor:
-    """Return the tokens of iteration `it` of TINY, as the page says."""
-    sequences = TINY["batch_size"] * TINY["gradient_accumulation_steps"]
-    read = ShuffledWindows(open_dataset(str(dataset)).train, TINY["block_size"], Config.seed).read
-    return torch.from_numpy(read(it * sequences, sequences))
-
-
-def saved_model(path: Path) -> torch.nn.Module:
-    state = read_weights(str(path))
-    model = build_model(config_from_dict(state.model_config)).eval()
-    state.load_weights(model)
-    return model
-
-
-@pytest.mark.slow
-def test_the_documented_teacher_gives_half_of_the_loss_and_another_is_refused(
-    tokens, whole, tmp_path
-):
-    program = edited(changed(tmp_path / "program", TEACHER_FILES), *TEACHER_EDITS)
-    keys = dict(dataset=tokens, teacher=whole / "ckpt-00000008.pt", loss_chunk=24)
-    another = dict(teacher=whole / "ckpt-00000004.pt", out_dir="halves")
-    whole_loss = training(**keys | dict(loss_chunk="off"), out_dir="off")
-    _, refuses, off = resumed(program, training(**keys | another), whole_loss, **keys)
-    refused(refuses, "dataset: ")
-    out_dir = program / "whole"
-    losses = column(out_dir, "step", "loss")
-    assert losses == pytest.approx(column(program / "off", "step", "loss"), rel=1e-5), off
-    batch = windows(tokens, 1)
-    teacher, student = (
-        saved_model(path)(batch[:, :-1]).detach().flatten(0, 1)
-        for path in (keys["teacher"], out_dir / "ckpt-00000001.pt")
-    )
-    targets = (batch[:, 1:].flatten(), teacher.softmax(-1))
-    expected = sum(torch.nn.functional.cross_entropy(student, target) / 2 for target in targets)
-    assert losses[1] == pytest.approx(expected.item(), rel=1e-5)
-    # the evaluation is that of the plain loss
-    val_loss, *_ = column(out_dir, "eval", "val_loss")
-    assert val_loss == pytest.approx(column(whole, "eval", "val_loss")[0], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_the_documented_weights_make_one_mean_of_all_micro_batches_ranks_and_evaluations(
-    tokens, whole, tmp_path
-):
-    line = "    return x, y\n"
-    program = edited(changed(tmp_path / "program", {}), (line, f"    {WEIGH}\n"))
-    keys = [dict(), dict(batch_size=8, gradient_accumulation_steps=1)]
-    outs = [tmp_path / name for name in ("two", "one", "ranks")]
-    commands = [
-        training(**more, dataset=tokens, out_dir=out)
-        for more, out in zip(keys, outs[:2], strict=True)
-    ]
-    results = launches(program, *commands)
-    words = training(dataset=tokens, out_dir=outs[2])[1:]
-    results += finish_ranks(start_ranks(2, *words, cwd=program))
-    for result in results:
-        assert result.code == 0, result.err
-    for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "val_loss")):
-        expected = column(outs[0], kind, name)
-        for out in outs[1:]:
-            assert column(out, kind, name) == pytest.approx(expected, rel=1e-4)
-        assert expected[0] != pytest.approx(column(whole, kind, name)[0], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_documented_ways_to_watch_a_model_learn(tokens, tmp_path):
-    """Find the saves, one batch by its number, the same weights with a new seed, and attention."""
-    program = changed(tmp_path / "program", WATCH)
-    x, y = tmp_path / "x", tmp_path / "y"
-    watched, other = launches(
-        program,
-        training(dataset=tokens, keep_checkpoints=99, out_dir=x),
-        training(dataset=tokens, init_from=x / "ckpt-00000000.pt", seed=2, out_dir=y),
-    )
-    assert watched.code == other.code == 0, (watched.err, other.err)
-    saves = [0, 1, 2, 4, 8]
-    assert sorted(path.name for path in x.glob("*.pt")) == [f"ckpt-{n:08}.pt" for n in saves]
-    assert same(checkpoint(y, 0)["model"], checkpoint(x, 0)["model"])
-    losses = column(x, "step", "loss")
-    assert losses[0] != column(y, "step", "loss")[0]
-    model = saved_model(x / "ckpt-00000002.pt")
-    batch = windows(tokens, 2)
-    assert losses[2] == pytest.approx(model(batch[:, :-1], batch[:, 1:]).item(), rel=1e-5)
-
-    seen: list[Tensor] = []
-    exec(SEE, dict(torch=torch, model=model, seen=seen))
-    attention, inputs = model.transformer.h[0].attn, []
-    attention.register_forward_hook(lambda module, given, y: inputs.append((given[0], y)))
-    model(batch[:, :-1])
-    (weights,), ((x_in, found),) = seen, inputs
-    v = attention.c_attn(x_in)[..., -TINY["n_embd"] :].unflatten(2, (TINY["n_head"], -1))
-    expected = attention.c_proj((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
-    assert torch.allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_documented_batch_that_doubles_is_resumed_and_totals_and_a_plan_count_it(
-    tokens, tmp_path
-):
-    program = changed(tmp_path / "program", DOUBLING)
-    words = training(dataset=tokens)[1:]
-    planning = ["bench.py", "plan", *words, "--iter_seconds=1", "--json=plan.json"]
-    straight, planned = resumed(program, planning, dataset=tokens)
-    total = 4 * 128 + 4 * 256
-    assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in straight.out
-    assert checkpoint(program / "whole", 8)["progress"]["tokens"] == total
-    assert planned.code == 0, planned.err
-    figures = json.loads((program / "plan.json").read_text("utf-8"))
-    assert figures["total_tokens"] == total
-    assert figures["hours"] == pytest.approx((4 + 4 * 2) / 3600)
-
-
-@pytest.mark.slow
-def test_the_documented_mixture_moves_resumes_bit_for_bit_and_refuses_other_tokens(
-    tokens, tmp_path
-):
-    program = edited(changed(tmp_path / "program", MIXTURE_FILES), *MIXTURE_EDITS)
-    other = write_tokens(program / "other", [900], [300], vocab=61)
-    keys = dict(dataset=tokens, second=other, mix_iters=6)
-    _, refuses = resumed(program, training(**keys | dict(second=tokens, out_dir="halves")), **keys)
-    refused(refuses, "dataset: ")
-    losses = column(program / "whole", "eval", "second_loss")
-    assert losses[-1] < losses[0]
-    # of 48 sequences in six iterations half are from the second dataset, and all after that
-    code = """
-from data.loader import Mixture
-class Part:
-    def __init__(self, name): self.name = name
-    def read(self, n, count): return [(self.name, n)]
-mixture = Mixture(Part("a"), Part("b"), 48)
-windows = [mixture.window(n)[0] for n in range(64)]
-for name, due in (("a", 24), ("b", 40)):
-    assert [n for part, n in windows if part == name] == [*range(due)], windows
-assert {part for part, _ in windows[48:]} == {"b"}
-"""
-    result = finish(start("-c", code, cwd=program))
-    assert result.code == 0, result.err
+    one, two = (Run(program / name) for name in ("whole", "ranks"))
+    names = ("loss", "second_loss") if name == "a second head" else ("loss",)
+    for number in names:
+        assert two.steps(number) == pytest.approx(one.steps(number), rel=1e-4)
+    assert two.evals("val_loss") == pytest.approx(one.evals("val_loss"), rel=1e-4)
+    # each change acts: on the first iteration's loss, or later on what training reads
+    losses = (Run(whole).steps("loss"), one.steps("loss"))
+    assert losses[0][-1] != pytest.approx(losses[1][-1], rel=1e-5)
+    if name == "a batch that doubles":
+        total = 4 * 128 + 4 * 256
+        assert one.state(8)["progress"]["tokens"] == total
+        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in straight.out

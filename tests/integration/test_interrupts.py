@@ -212,20 +212,6 @@ def test_a_resume_takes_model_data_and_seed_from_the_checkpoint(saved, tiny, ran
     assert_same_run(unbroken, ran.out_dir, 12)
 
 
-def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny, ran, tmp_path):
-    keys = tiny | dict(dropout=0)
-    train(**keys | dict(out_dir=tmp_path))
-    trainer = InProcessRun()
-    trainer.at["iteration", 5] = sigterm
-    trainer.launch(**keys)
-    train(**keys | dict(batch_size=2, gradient_accumulation_steps=6), init_from="resume")
-    for kind, names in (("step", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("val_loss",))):
-        for name in names:
-            # float32 adds in a different order; other windows would differ by about 0.1
-            expected = pytest.approx(Run(tmp_path).column(kind, name), abs=1e-4)
-            assert ran.column(kind, name) == expected
-
-
 # -----------------------------------------------------------------------------
 # Weights: the best, and those that are not saved
 

@@ -4,17 +4,16 @@ log's lines say.
 """
 
 import contextlib
-import subprocess
 import sys
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from program import ROOT, Run, same, train
+from program import Run, same, train
 
 from machine.hardware import Hardware
 from run.checkpoint import Progress
-from run.log import Log, git_commit
+from run.log import Log
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)
@@ -58,17 +57,3 @@ def test_sizes_are_in_gb_of_a_billion_bytes_and_memory_in_gib(capsys):
 
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # by the system's own count
         assert used == pytest.approx(kib / 2**20, rel=0.005)
-
-
-def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):
-    """Name none outside a clone, or without git."""
-    monkeypatch.delenv("GIT_DIR")  # see conftest.py
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    if head.returncode:
-        pytest.skip("needs git and a checkout")
-    assert head.stdout.startswith((git_commit() or "none").removesuffix("-dirty"))
-    monkeypatch.setenv("PATH", "")
-    assert git_commit() is None
-    monkeypatch.undo()
-    monkeypatch.setattr("run.log.PROJECT", tmp_path)
-    assert git_commit() is None

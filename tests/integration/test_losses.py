@@ -31,7 +31,6 @@ from program import (
     flags,
     gradients_of_nan,
     records,
-    run,
     same,
     start_ranks,
     train,
@@ -429,14 +428,3 @@ def test_each_rank_has_its_own_dropout_and_resumes_bit_for_bit(tokens, tmp_path)
 
 # -----------------------------------------------------------------------------
 # Warnings and dropout
-
-
-def test_sample_py_ignores_a_models_dropout(tokens, trained, tmp_path):
-    state = torch.load(trained())
-    texts = []
-    for dropout in (0.0, 0.9):
-        state["model_config"]["dropout"] = dropout
-        torch.save(state, tmp_path / "model.pt")
-        words = ("--temperature=0", "--num_samples=1", "--max_new_tokens=20", "--device=cpu")
-        texts.append(run("sample.py", f"--init_from={tmp_path / 'model.pt'}", *words).out)
-    assert texts[0] and texts[0] == texts[1]
