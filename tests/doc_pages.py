@@ -12,11 +12,7 @@ from unittest import mock
 from program import ROOT, InProcessRun, run
 
 README = ROOT / "README.md"
-GUIDES = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+GUIDES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*GUIDES, *sorted((ROOT / "results").glob("*.md"))]  # results may name older files
 
 

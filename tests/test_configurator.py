@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from program import ROOT, flags, run
 
 from common.console import UserError
-from configurator import (
-    FIELDS,
-    Config,
-    config_text,
-    load_config,
-    parse_value,
-    read_config,
-)
+from configurator import FIELDS, Config, config_text, load_config, parse_value, read_config
 
 
 def write(tmp_path, text: str, name: str = "c.py") -> str:

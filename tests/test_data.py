@@ -386,8 +386,7 @@ def test_one_of_several_processes_downloads_and_another_takes_over_if_it_ends(hu
 
 
 @pytest.mark.parametrize(
-    "trouble, said",
-    [("no files", "404"), ("no network", "refused"), ("offline", "HF_HUB_OFFLINE")],
+    "trouble, said", [("no files", "404"), ("no network", "refused"), ("offline", "HF_HUB_OFFLINE")]
 )
 def test_a_download_that_cannot_begin_ends_at_once_in_one_line(trouble, said, hub, monkeypatch):
     Hub.files.clear()

@@ -181,10 +181,7 @@ SMALL = dict(n_layer=2, n_embd=128, dtype="float32")
 HALF = dict(n_layer=4, n_embd=128, dtype="bfloat16")
 # without gains, because on a CPU the gradient of a norm with gains takes several tensors
 NO_GAINS = FAST | dict(bias=False)
-SHAPES = [
-    SMALL | dict(loss_chunk=256),
-    SMALL | NO_GAINS,
-]
+SHAPES = [SMALL | dict(loss_chunk=256), SMALL | NO_GAINS]
 SLOW_SHAPES = [
     SMALL | dict(n_embd=256, loss_chunk="off", tie_weights=False),
     # the fast model in bfloat16 is left to the simulated cards, because on a CPU its norms are

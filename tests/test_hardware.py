@@ -68,8 +68,7 @@ def test_counts_the_flops_of_both_124m_models(config):
 
 @pytest.mark.parametrize("kind", [GPTConfig, FastConfig])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, dict(flash=False), dict(loss_chunk="7"), dict(dropout=0.1, bias=True)],
+    "changes", [{}, dict(flash=False), dict(loss_chunk="7"), dict(dropout=0.1, bias=True)]
 )
 def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
     """Ignore plain attention, a chunked loss, dropout and biases."""
@@ -164,9 +163,7 @@ def machine(monkeypatch):
         for (module, name), answer in answers.items():
             monkeypatch.setattr(module, name, lambda *_, answer=answer: answer)
         model = f"model name\t: {here.cpu}\n" if here.cpu else ""
-        files = {
-            Path("/proc/cpuinfo"): f"processor : 0\n{model}",
-        }
+        files = {Path("/proc/cpuinfo"): f"processor : 0\n{model}"}
 
         def read(path, *words, **keys) -> str:
             return files[path] if path in files else read_text(path, *words, **keys)

@@ -11,14 +11,7 @@ from cases import another_value, slow_but
 from hf_reference import as_transformers
 
 import model as model_file
-from model import (
-    GPT,
-    ChunkedLoss,
-    GPTConfig,
-    KVCache,
-    cap_logits,
-    mean_loss,
-)
+from model import GPT, ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss
 from model_fast import FastConfig, build_model, config_from_dict, config_to_dict
 from run.start import FREE_ON_RESUME
 

@@ -12,14 +12,7 @@ from program import Run, train
 
 from model_fast import FastConfig, FastGPT
 
-SMALL = FastConfig(
-    block_size=24,
-    vocab_size=64,
-    n_layer=3,
-    n_head=2,
-    n_embd=32,
-    bias=True,
-)
+SMALL = FastConfig(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=32, bias=True)
 
 
 def tokens(B: int, T: int, vocab: int = 64, seed: int = 0) -> torch.Tensor:

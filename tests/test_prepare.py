@@ -254,10 +254,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 THIRTEEN = (1, 2, 3, 4, 1, 2, 3, 2, 3, 4, 2, 3, 4)  # the moments at which one preparation is killed
 # each signal with the exit code and the words that follow it
-ENDS = {
-    "SIGKILL": (-signal.SIGKILL, ""),
-    "SIGINT": (128 + signal.SIGINT, ""),
-}
+ENDS = {"SIGKILL": (-signal.SIGKILL, ""), "SIGINT": (128 + signal.SIGINT, "")}
 
 
 @needs_signals

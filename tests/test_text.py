@@ -13,14 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from documents import (
-    check_folder,
-    manifest_of,
-    on_hub,
-    stored,
-    stored_texts,
-    write_parquet,
-)
+from documents import check_folder, manifest_of, on_hub, stored, stored_texts, write_parquet
 from program import Result, refused, run
 
 from data.tokenizer import Tokenizer

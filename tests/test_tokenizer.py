@@ -25,13 +25,7 @@ from documents import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from program import (
-    Result,
-    checkpoint,
-    flags,
-    refused,
-    run,
-)
+from program import Result, checkpoint, flags, refused, run
 
 from common.console import UserError
 from data import tokenizer as tokenizer_module

@@ -10,13 +10,7 @@ import pytest
 
 from configurator import Config
 from run.checkpoint import Progress
-from train import (
-    evaluation_due,
-    get_lr,
-    run_length,
-    save_due,
-    why_over,
-)
+from train import evaluation_due, get_lr, run_length, save_due, why_over
 
 # -----------------------------------------------------------------------------
 # Each question by itself

@@ -18,12 +18,7 @@ import pytest
 import torch
 from char_dataset import write_letters
 from hf_reference import random_gpt2
-from program import (
-    ROOT,
-    TINY_RUN,
-    run,
-    write_tokens,
-)
+from program import ROOT, TINY_RUN, run, write_tokens
 
 TINY = TINY_RUN | dict(dataset="tokens", out_dir="new")
 TINY |= dict(max_iters=2, eval_interval=2, eval_tokens=64, peak_tflops=0)

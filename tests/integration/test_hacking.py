@@ -335,10 +335,7 @@ RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
 MODEL_LINE = "    model = make_model(c, data.vocab, hw, state)\n"
 RECORD_LINE = '            progress.val_loss = measured["val_loss"]\n'
-EDITS = [
-    (DATA_LINE, DATA_LINE + SECOND),
-    (RECORD_LINE, NUMBER + RECORD_LINE),
-]
+EDITS = [(DATA_LINE, DATA_LINE + SECOND), (RECORD_LINE, NUMBER + RECORD_LINE)]
 HEAD_EDITS = [
     (line := "        self.init_weights()\n", HEAD + line),
     (line := "    for micro_step, (x, *targets) in enumerate(micro_batches):\n", ZERO + line),

@@ -31,10 +31,7 @@ class NoLog:
 
 def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
     logged, silent = Run(tmp_path / "logged"), Run(tmp_path / "silent")
-    for ran, log in (
-        (logged, contextlib.nullcontext()),
-        (silent, patch("run.log.Log", NoLog)),
-    ):
+    for ran, log in ((logged, contextlib.nullcontext()), (silent, patch("run.log.Log", NoLog))):
         with log:
             train(**tiny | dict(max_iters=6, out_dir=ran.out_dir))
             train(**tiny | dict(out_dir=ran.out_dir), init_from="resume")

@@ -165,11 +165,7 @@ BAD_STARTS = {
         {},
         ["none0", "GLOO_SOCKET_IFNAME"],
     ),
-    "variables of torchrun's, but not all": (
-        'del os.environ["MASTER_ADDR"]',
-        {},
-        ["MASTER_ADDR"],
-    ),
+    "variables of torchrun's, but not all": ('del os.environ["MASTER_ADDR"]', {}, ["MASTER_ADDR"]),
 }
 
 
