@@ -508,15 +508,3 @@ def test_ignores_broken_and_empty_records(tmp_path):
     table = Table(open_run(a), open_run(b))
     assert table.verdicts["val_loss_at_equal_tokens"] == "the lowest two are equal within 0.005"
     assert len(set(table.values("tokens_per_sec"))) == 1
-
-
-@pytest.mark.parametrize("flag", ["--png=no/where.png", "--json=a"])
-def test_an_unwritable_path_gives_one_error_line_after_the_table(flag, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_run(Path("a"), {0: 8.0, 5: 3.0})
-    before = sorted(tmp_path.rglob("*"))
-    result = run("compare.py", "a", flag)
-    assert "best val loss" in result.out
-    (said,) = result.err.splitlines()
-    assert result.code == 1 and said.startswith(f"error: {flag.partition('=')[2]}")
-    assert sorted(tmp_path.rglob("*")) == before

@@ -21,7 +21,7 @@ from common.console import UserError, is_out_of_memory
 from configurator import Config, load_config
 from machine import cost, hardware
 from machine.cost import count_flops
-from machine.gpus import find_row, read_gpu_table, row_peak
+from machine.gpus import find_row, row_peak
 from machine.hardware import Hardware
 from model import GPT, GPTConfig, mean_loss
 from model_fast import FastConfig, model_config
@@ -368,20 +368,6 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(system, releas
     seen = machine(system=system, release=release, gpu="a card")
     runpy.run_path(hardware.__file__)["set_up"](Config(peak_tflops=1.0))
     assert seen == pytest.approx(limits)
-
-
-def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
-    """
-    Skip the names of laptop GPUs, because their peaks depend on the power limit. Some cards are
-    sold with two memory sizes, and torch reports the same name and SMs for both.
-    """
-    columns = "name sm_count bf16_tflops fp16_tflops fp32_tflops".split()
-    for row in read_gpu_table():
-        for alias in row["name"].split("|"):
-            if "Laptop" in alias:
-                continue
-            found = find_row(alias, int(row["sm_count"]) if row["sm_count"] else None)
-            assert found and [found[name] for name in columns] == [row[name] for name in columns]
 
 
 # threads that run, CPUs, CPUs to a core, the user's variables; the spins before a thread sleeps

@@ -103,36 +103,6 @@ def test_figures_of_a_plan_equal_those_computed_by_hand(words, figures):
 # Memory, in bytes; machine/cost.py has the formulas, which test_gpus.py checks for
 # GPT-2 with AdamW
 
-TOKENS = 8 * 1024
-MEMORY = {
-    "Muon": (
-        # an average of every weight; of 12 * 12 * 768^2 weights one momentum instead of two, and a
-        # number for each of their 12 * 9 * 768 rows
-        ("--optimizer=muon",),
-        dict(optimizer=12 * N - 4 * 84_934_656 + 4 * 12 * 9 * 768),
-    ),
-    "logits in chunks of 1,024 tokens, and the head's gradient in float32": (
-        ("--compile=False", "--loss_chunk=1024"),
-        dict(logits=50304 * (12 * 1024 + 4 * 768)),
-    ),
-    "plain attention keeps its square of weights": (
-        ("--flash=False", "--batch_size=8"),
-        dict(
-            activations=TOKENS * (12 * (32 * 768 + 16 + 48) + 4 * 768)
-            + 12 * 8 * 12 * 1024 * 1024 * 6
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("words, sizes", MEMORY.values(), ids=MEMORY)
-def test_parts_of_the_planned_memory_equal_those_computed_by_hand(words, sizes):
-    p = plan("gpt124m_4070", "--gpu=4070", *words)
-    parts = {name: size * GIB for name, size in p["vram_parts_gib"].items()}
-    assert sum(parts.values()) == pytest.approx(p["vram_gib"] * GIB)
-    for name, size in sizes.items():
-        assert parts[name] == pytest.approx(size, rel=1e-9), name
-
 
 @pytest.mark.parametrize("gpu, fits", [("4070", True), ("3070", False)])
 def test_says_whether_the_micro_batch_fits(gpu, fits):
@@ -178,22 +148,6 @@ def test_a_plan_for_a_cpu_has_an_mfu_by_a_measured_peak_but_no_hours_by_it():
     assert "TFLOP/s dense peak (measured)" in p["out"]
     refused = run("bench.py", "plan", "config/quickstart.py", "--device=cpu")
     assert refused.code == 1 and "--iter_seconds=S" in refused.err
-
-
-EXCHANGES = [  # n GPUs send and receive (n - 1) / n of the float32 gradients twice, in seconds
-    ("a100", 8, 7 / 8 * LINK / 230e9),
-    ("4070", 2, 1 / 2 * LINK / 12e9),
-]
-
-
-@pytest.mark.parametrize("gpu, gpus, exchange", EXCHANGES)
-def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange(
-    gpu, gpus, exchange
-):
-    one = plan("gpt124m_4070", f"--gpu={gpu}")
-    p = plan("gpt124m_4070", f"--gpu={gpu}", f"--gpus={gpus}", "--watts=300")
-    assert p["iter_seconds"] == pytest.approx(one["iter_seconds"] / gpus + exchange)
-    assert p["kwh_total"] == pytest.approx(0.3 * gpus * p["hours_total"])
 
 
 # -----------------------------------------------------------------------------

@@ -193,19 +193,6 @@ def test_night_ends_at_a_signal_in_its_pause(command, monkeypatch):
     assert night.main(command) == 130
 
 
-def test_night_on_windows_repeats_a_crash_and_only_waits_at_ctrl_c(monkeypatch):
-    """There the console sends Ctrl-C to both."""
-    child = mock.Mock()
-    child.poll.side_effect = [1, None, None]
-    child.wait.side_effect = [0xC0000005, 130]  # an access violation
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(subprocess, "Popen", lambda words: child)
-    monkeypatch.setattr(night, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
-    assert night.main(["train"]) == 130
-    child.terminate.assert_not_called()
-
-
 @needs_signals
 @pytest.mark.slow
 def test_night_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, tmp_path):
