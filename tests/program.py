@@ -456,16 +456,28 @@ class Run:
         self.out_dir = Path(out_dir)
 
     def records(self, kind: str | None = None) -> list[dict]:
-        return records(self.out_dir, kind)
+        """
+        Return the records of metrics.jsonl, either all or those of one kind, without lines that a
+        full disk has cut.
+        """
+        found = []
+        for line in (self.out_dir / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [record for record in found if kind in (None, record["kind"])]
 
     def column(self, kind: str, *names: str) -> list:
-        return column(self.out_dir, kind, *names)
+        """
+        Return a tuple of these fields for each record of a kind; for a single name, plain values.
+        """
+        rows = [tuple(record[name] for name in names) for record in self.records(kind)]
+        return [row[0] for row in rows] if len(names) == 1 else rows
 
     def steps(self, *names: str) -> list:
-        return column(self.out_dir, "step", *names)
+        return self.column("step", *names)
 
     def evals(self, *names: str) -> list:
-        return column(self.out_dir, "eval", *names)
+        return self.column("eval", *names)
 
     @property
     def saved(self) -> list[int]:
@@ -475,7 +487,8 @@ class Run:
 
     def state(self, iter_num: int = -1) -> dict:
         """Load the checkpoint of an iteration, or the newest one."""
-        return checkpoint(self.out_dir, self.saved[-1] if iter_num < 0 else iter_num)
+        it = self.saved[-1] if iter_num < 0 else iter_num
+        return torch.load(self.out_dir / f"ckpt-{it:08}.pt", weights_only=True)
 
     @property
     def best(self) -> dict:
@@ -486,29 +499,7 @@ class Run:
     @property
     def end(self) -> dict:
         """Return the record of the end of the last launch."""
-        return records(self.out_dir, "end")[-1]
-
-
-def records(out_dir: Path, kind: str | None = None) -> list[dict]:
-    """
-    Return the records of metrics.jsonl, either all or those of one kind, without lines that a full
-    disk has cut.
-    """
-    found = []
-    for line in (out_dir / "metrics.jsonl").read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [record for record in found if kind in (None, record["kind"])]
-
-
-def column(out_dir: Path, kind: str, *names: str) -> list:
-    """Return a tuple of these fields for each record of a kind; for a single name, plain values."""
-    rows = [tuple(record[name] for name in names) for record in records(out_dir, kind)]
-    return [row[0] for row in rows] if len(names) == 1 else rows
-
-
-def checkpoint(out_dir: Path, iter_num: int) -> dict:
-    return torch.load(out_dir / f"ckpt-{iter_num:08}.pt", weights_only=True)
+        return self.records("end")[-1]
 
 
 def same(a, b) -> bool:
@@ -522,20 +513,21 @@ def same(a, b) -> bool:
     return a == b
 
 
-def assert_same_run(left: Path, right: Path, iter_num: int, log_has_gaps: bool = False) -> None:
+def assert_same_run(left, right, iter_num: int, log_has_gaps: bool = False) -> None:
     """
     Check that two folders hold the same run: the training state saved after `iter_num` iterations,
     and the fields STEP and EVAL of its records, which do not depend on time. If the log of `right`
     has gaps, check the records that it has.
     """
-    a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
+    left, right = Run(left), Run(right)
+    a, b = left.state(iter_num), right.state(iter_num)
     for key in ("model", "scaler", "rng", "progress"):
         assert same(a[key], b[key]), key
     # The optimizer's groups may differ: they hold only the config's hyperparameters, and the last
     # update's learning rate.
     assert same(a["optimizer"]["state"], b["optimizer"]["state"])
     for kind, names in (("step", STEP), ("eval", EVAL)):
-        ours, theirs = column(left, kind, *names), column(right, kind, *names)
+        ours, theirs = left.column(kind, *names), right.column(kind, *names)
         assert ours == theirs or (log_has_gaps and all(record in ours for record in theirs))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from char_dataset import SHORT_RUN, train_short
-from program import FAST, ROOT, checkpoint, flags, same
+from program import FAST, ROOT, Run, flags, same
 from training_setup import TrainingSetup
 
 import train
@@ -181,7 +181,7 @@ def test_a_resumed_gpu_run_is_bit_equal_with_deterministic(changes, tokens, tmp_
     train_short(tokens, tmp_path / "straight", max_iters=8, **options)
     train_short(tokens, tmp_path / "broken", max_iters=4, lr_decay_iters=8, **options)
     train_short(tokens, tmp_path / "broken", max_iters=8, init_from="resume", **options)
-    straight, broken = checkpoint(tmp_path / "straight", 8), checkpoint(tmp_path / "broken", 8)
+    straight, broken = Run(tmp_path / "straight").state(8), Run(tmp_path / "broken").state(8)
     for key in ("model", "rng", "progress"):
         assert same(straight[key], broken[key]), key
     assert same(straight["optimizer"]["state"], broken["optimizer"]["state"])

@@ -7,7 +7,7 @@ rows: 50304 * 768 + 1024 * 768 + 12 * (12 * 768^2 + 2 * 768) + 768.
 
 import pytest
 from doc_pages import plan
-from program import ROOT, InProcessRun, column, flags, records, run, train
+from program import ROOT, InProcessRun, Run, flags, run, train
 
 N = 124_373_760
 GIB = 2**30
@@ -115,7 +115,7 @@ def test_fine_tuning_a_run_is_planned_with_the_runs_size(tiny):
     train(**tiny | dict(n_embd=64, max_iters=0))
     sources = (f"--dataset={tiny['dataset']}", f"--init_from={tiny['out_dir']}")
     p = plan("finetune_gpt2", "--gpu=4070", *sources)
-    assert p["params"] == records(tiny["out_dir"], "start")[0]["parameters"]
+    assert p["params"] == Run(tiny["out_dir"]).records("start")[0]["parameters"]
 
 
 # -----------------------------------------------------------------------------
@@ -195,11 +195,11 @@ def test_plan_counts_the_iterations_evaluations_and_checkpoints_of_a_run(
     trainer = InProcessRun(fake_clock=True)
     trainer.seconds = dict(iteration=10.0, evaluation=10 * 2 * 96 / 128 / 3)
     assert trainer.launch(ROOT / "config/quickstart.py", **keys).code == 0
-    (end,) = records(out, "end")
+    (end,) = Run(out).records("end")
     assert p["tokens_per_iter"] == 128
-    assert p["max_iters"] == column(out, "step", "iter")[-1] + 1
-    assert p["evaluations"] == len(records(out, "eval"))
-    assert p["checkpoints"] == len(records(out, "checkpoint"))
+    assert p["max_iters"] == Run(out).steps("iter")[-1] + 1
+    assert p["evaluations"] == len(Run(out).records("eval"))
+    assert p["checkpoints"] == len(Run(out).records("checkpoint"))
     assert p["hours_total"] == pytest.approx(end["hours"], rel=1e-3)
     size = (out / f"ckpt-{p['max_iters']:08}.pt").stat().st_size
     assert size / 1e9 == pytest.approx(p["checkpoint_gb"], rel=0.05)

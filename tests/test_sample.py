@@ -13,7 +13,7 @@ import torch
 from char_dataset import LETTERS, RULER, sample, train_short, write_letters, write_parrot
 from doc_pages import code_blocks
 from hf_reference import as_transformers, own_bpe, random_gpt2
-from program import ROOT, checkpoint, refused, run, write_tokens
+from program import ROOT, Run, refused, run, write_tokens
 
 from configurator import read_config
 from data.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def made(tmp_path_factory) -> Path:
 
 
 def test_padding_ids_are_never_sampled_even_if_the_model_predicts_them(gpt2, tmp_path):
-    weights = checkpoint(gpt2, 8)["model"]["lm_head.weight"]
+    weights = Run(gpt2).state(8)["model"]["lm_head.weight"]
     assert len(weights) == 128 > len(LETTERS)
     parrot = write_parrot(gpt2, tmp_path / "parrot.pt", token=100)
     for temperature in (0, 1, 5):
@@ -224,7 +224,7 @@ def test_samples_of_a_hub_model_match_transformers(tmp_path, monkeypatch):
 
 
 def test_a_vocabulary_that_cannot_be_downloaded_is_reported_in_one_line(made, tmp_path):
-    state = checkpoint(made, 8) | dict(tokenizer=dict(kind="gpt2"))
+    state = Run(made).state(8) | dict(tokenizer=dict(kind="gpt2"))
     torch.save(state, tmp_path / "x.pt")
     with mock.patch("tiktoken.get_encoding", side_effect=ConnectionError):
         result = run("sample.py", f"--init_from={tmp_path / 'x.pt'}", *SHORT)

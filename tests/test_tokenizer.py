@@ -25,7 +25,7 @@ from documents import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from program import Result, checkpoint, flags, refused, run
+from program import Result, Run, flags, refused, run
 
 from common.console import UserError
 from data import tokenizer as tokenizer_module
@@ -165,7 +165,7 @@ def train_on(dataset, out_dir, **options) -> Result:
 def test_a_run_with_its_own_tokenizer_trains_resumes_samples_and_is_fine_tuned(mine, tmp_path):
     train_short(mine, tmp_path / "run", max_iters=4, sample_tokens=5)
     train_short(mine, tmp_path / "run", init_from="resume", max_iters=6)
-    state = checkpoint(tmp_path / "run", 6)
+    state = Run(tmp_path / "run").state(6)
     assert state["tokenizer"] == dict(kind="bpe", json=(mine / "tokenizer.json").read_text("utf-8"))
     assert state["vocab"] == VOCAB
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")  # a sample needs no data folder
@@ -224,7 +224,7 @@ def test_training_works_without_the_tokenizers_library(mine, tmp_path, monkeypat
     train_short(mine, tmp_path / "run", max_iters=1)
     resumed = train_short(mine, tmp_path / "run", max_iters=2, init_from="resume", sample_tokens=3)
     assert "tokenizer.json: the tokenizers library" in resumed.err
-    assert checkpoint(tmp_path / "run", 2)["tokenizer"] == open_dataset(str(mine)).tokenizer
+    assert Run(tmp_path / "run").state(2)["tokenizer"] == open_dataset(str(mine)).tokenizer
 
 
 # -----------------------------------------------------------------------------

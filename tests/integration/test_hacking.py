@@ -21,8 +21,6 @@ from program import (
     Run,
     assert_same_run,
     changed,
-    checkpoint,
-    column,
     finish,
     finish_ranks,
     flags,
@@ -175,7 +173,7 @@ def test_a_run_from_before_a_new_key_resumes_with_the_keys_default(tokens, whole
     refused(other, "scale")
     assert (resumed.code, theirs.code) == (0, 0), (resumed, theirs)
     assert_same_run(half, whole, 8)
-    assert checkpoint(half, 8)["config"]["scale"] == 1.0
+    assert Run(half).state(8)["config"]["scale"] == 1.0
     assert theirs.out == run(*sampling).out
 
 
@@ -191,11 +189,11 @@ def test_a_changed_model_is_counted_and_adamw_trains_its_new_weight(tokens, tmp_
     assert adamw.code == 0, adamw.err
     # each token meets a quarter of the keys
     flops = 2 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD
-    assert column(tmp_path / "out", "start", "flops_per_token") == [flops]
+    assert Run(tmp_path / "out").column("start", "flops_per_token") == [flops]
     refused(muon, "extra")
     assert not (tmp_path / "muon").exists()
     # starts as ones: init_weights sets only the layers' matrices
-    moved = checkpoint(tmp_path / "out", 1)["model"]["extra"] - 1
+    moved = Run(tmp_path / "out").state(1)["model"]["extra"] - 1
     assert 0 < moved.abs().max() < TINY["learning_rate"]
 
 
@@ -226,7 +224,7 @@ def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(tokens, tmp_path):
         newest = shutil.ignore_patterns("ckpt-00000008.pt")
         shutil.copytree(out_dir, halves, ignore=newest)
         train(**TINY, dataset=tokens, out_dir=halves, init_from="resume")
-    losses = column(out_dir, "step", "loss")
+    losses = Run(out_dir).steps("loss")
     assert losses[-1] < losses[0] - 0.005
     assert_same_run(halves, out_dir, 8)
 
@@ -266,7 +264,7 @@ def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(to
     straight, *results = resumed(program, unchanged, compiled, **keys)
     assert all(not r.code and "warning" not in r.err for r in (straight, *results)), results
     assert_same_run(program / "whole", program / "compiled", 8)
-    weights = checkpoint(program / "whole", 8)["model"]
+    weights = Run(program / "whole").state(8)["model"]
     assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
     assert weights["transformer.h.0.mlp.mask"][0, 1] == float("-inf")
 
@@ -410,19 +408,19 @@ def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
 
 def test_the_documented_z_loss_acts_in_training_alone_and_a_resume_may_change_its_key(documented):
     program, _ = documented
-    first = [column(program / name, "step", "loss")[0] for name in ("z", "second")]
+    first = [Run(program / name).steps("loss")[0] for name in ("z", "second")]
     # to an untrained model all 128 ids are about equally likely
     assert first[0] - first[1] == pytest.approx(2 * Z * math.log(128) ** 2, rel=0.02)
-    evaluated = [column(program / name, "eval", "val_loss")[0] for name in ("z", "second")]
+    evaluated = [Run(program / name).evals("val_loss")[0] for name in ("z", "second")]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
-    assert checkpoint(program / "z", 8)["config"]["z_loss"] == 0.0
+    assert Run(program / "z").state(8)["config"]["z_loss"] == 0.0
 
 
 def test_the_documented_second_validation_set_is_checked_printed_recorded_and_drawn(documented):
     program, results = documented
     refused(results["nowhere"], "--second=PATH")
     refused(results["other"], "second: ")
-    losses = column(program / "second", "eval", "train_loss", "val_loss", "second_loss")
+    losses = Run(program / "second").evals("train_loss", "val_loss", "second_loss")
     line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, "
     assert line.format(*losses[-1]) in results["second"].out
     assert all(val == second for _, val, second in losses)
@@ -433,7 +431,7 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
 
 def test_the_documented_number_is_printed_recorded_and_compared(documented):
     program, results = documented
-    (first, *_, last) = column(program / "second", "eval", "choices")
+    (first, *_, last) = Run(program / "second").evals("choices")
     assert {first, last} <= {0.0, 0.5, 1.0}
     assert f", choices {last:.4g}, time " in results["second"].out
     result = run("compare.py", program / "second", program / "plain")

@@ -13,7 +13,7 @@ import torch
 from char_dataset import write_letters, write_nanogpts_checkpoint
 from doc_pages import block_with
 from hf_reference import random_gpt2
-from program import ROOT, InProcessRun, Result, checkpoint, flags, refused, run, sigterm, train
+from program import ROOT, InProcessRun, Result, Run, flags, refused, run, sigterm, train
 
 from data.tokenizer import Tokenizer
 from run.pretrained import load_pretrained
@@ -49,7 +49,7 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, 
         assert "resume: init_from" not in out
         assert "for a new run with these values, give another --out_dir" in out
     train(**command)
-    assert len(checkpoint(tmp_path / "run", 8)["model"]["lm_head.weight"]) == 61
+    assert len(Run(tmp_path / "run").state(8)["model"]["lm_head.weight"]) == 61
     refused(run("train.py", *flags(**command | dict(init_from="gpt2"))), "another --out_dir")
     refused(run("train.py", *flags(**command | dict(learning_rate=1e-5))), "another --out_dir")
     assert "all 8 iterations are done" in train(**command).out

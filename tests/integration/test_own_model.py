@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from char_dataset import SHORT_RUN
-from program import ROOT, changed, checkpoint, column, finish, flags, start
+from program import ROOT, Run, changed, finish, flags, start
 
 # step 1 of docs/from_nanogpt.md
 OWN_MODEL = {"model_fast.py": "from mine import GPT"}
@@ -28,11 +28,11 @@ def test_the_documented_own_model_trains_resumes_and_samples(optimizer, letters,
     shutil.copytree(home / "straight", home / "halves")
     (home / "halves" / "ckpt-00000008.pt").unlink()
     ran("train.py", *flags(**given, out_dir="halves", init_from="resume"))
-    whole, halves = (checkpoint(home / name, 8) for name in ("straight", "halves"))
+    whole, halves = (Run(home / name).state(8) for name in ("straight", "halves"))
     assert "transformer.wpe.weight" not in whole["model"]  # its positions are rotary
     for name, weight in whole["model"].items():
         assert torch.equal(weight, halves["model"][name]), name
-    losses = column(home / "straight", "eval", "val_loss")
+    losses = Run(home / "straight").evals("val_loss")
     assert losses[-1] < losses[0] - 0.1
 
     text = ran("sample.py", "--out_dir=straight", "--start=abc", "--device=cpu")

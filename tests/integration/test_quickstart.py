@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from program import changed, column, finish, run, start
+from program import Run, changed, finish, run, start
 
 OFFLINE = """
 import socket
@@ -31,7 +31,7 @@ def test_the_quickstart_works_in_a_fresh_copy_without_a_network(tmp_path, monkey
     assert result.code == 0 and "Traceback" not in result.err, result.err
     assert "sample 8:" in result.out
     assert not (home / "network_was_asked").exists()
-    losses = column(home / "out" / "quickstart", "eval", "val_loss")
+    losses = Run(home / "out" / "quickstart").evals("val_loss")
     assert losses[0] == pytest.approx(math.log(256), abs=1e-4)  # docs/training.md
     assert losses[1] < losses[0] - 1
 
