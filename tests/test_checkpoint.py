@@ -5,8 +5,6 @@ real disks.
 
 import json
 import math
-import os
-import sys
 
 import pytest
 import torch
@@ -78,16 +76,6 @@ def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_o
     monkeypatch.setattr(checkpoint, step, delete_and_call)
     assert load_newest(tmp_path).progress.iter_num == 3
     assert not capsys.readouterr().err
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_checkpoints_below_a_name_that_is_not_utf8_are_read(tmp_path):
-    """A zip from Windows leaves such names."""
-    path = tmp_path / os.fsdecode("Müller".encode("latin-1"))
-    path.mkdir()
-    RunFolder(path, keep=2).save(state(1, 5.0))
-    assert float(load_newest(path).model["w"][0]) == 5.0
-    assert checkpoint.by_loss(path) == [path / "ckpt-00000001.pt"]
 
 
 def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_path):

@@ -192,31 +192,22 @@ def meta_pkl(vocab: int, itos: dict | None = None) -> bytes:
     return pickle.dumps(dict(vocab_size=vocab) | (dict(itos=itos, stoi=stoi) if itos else {}))
 
 
+def shards(**sizes: int) -> dict[str, bytes]:
+    return {f"{name}.bin": shard(range(size)) for name, size in sizes.items()}
+
+
+NAMED = shards(train_of_thought_val_000000=1, constrained_val_000000=2, my_val_set_train_000001=8)
+NAMED |= shards(**{"medieval.train": 4, "retrieval-train-0001": 16})
+NAMED |= dict.fromkeys(("retrieval.bin", "training_000000.bin"), b"?")  # of no split
+LLMC = shards(edufineweb_train_000001=40, edufineweb_val_0=30)
 # a folder's files, and what is read there: tokens of train and val, vocabulary, tokenizer
 FOLDERS = {
-    "llm.c's": (
-        {
-            "edufineweb_train_000001.bin": shard(range(40)),
-            "edufineweb_val_0.bin": shard(range(30)),
-            "._edufineweb_train_000001.bin": b"a Mac's note",
-        },
-        (40, 30, *GPT2),
-    ),
+    "llm.c's": (LLMC | {"._edufineweb_train_000001.bin": b"a Mac's note"}, (40, 30, *GPT2)),
     "nanoGPT's characters": (
         {"train.bin": RAW, "val.bin": RAW[:60], "meta.pkl": meta_pkl(40, LETTERS)},
         (40, 30, 40, "char"),
     ),
-    "the last word train or val in a name decides": (
-        {
-            "train_of_thought_val_000000.bin": shard(range(1)),
-            "constrained_val_000000.bin": shard(range(2)),
-            "medieval.train.bin": shard(range(4)),
-            "my_val_set_train_000001.bin": shard(range(8)),
-            "retrieval-train-0001.bin": shard(range(16)),
-            **dict.fromkeys(("retrieval.bin", "training_000000.bin"), b"?"),  # of no split
-        },
-        (4 + 8 + 16, 1 + 2, *GPT2),
-    ),
+    "the last word train or val in a name decides": (NAMED, (4 + 8 + 16, 1 + 2, *GPT2)),
     # with a known tokenizer, a sample would end in a traceback, hours into the run
     "an unknown tokenizer of one's own": (
         {"train.bin": RAW, "val.bin": RAW, "meta.pkl": meta_pkl(60_000)},

@@ -12,7 +12,7 @@ from hf_reference import as_transformers
 
 import model as model_file
 from model import GPT, ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss
-from model_fast import FastConfig, build_model, config_from_dict, config_to_dict
+from model_fast import build_model, config_from_dict
 from run.start import FREE_ON_RESUME
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
@@ -303,15 +303,3 @@ def test_settings_that_a_resume_may_change_alter_no_logits(model, field):
     idx = tokens(2, 24, 61)
     # float32 adds in a different order
     torch.testing.assert_close(other.eval()(idx), one(idx), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("config", [GPTConfig(**BASE), FastConfig(**BASE)])
-def test_a_model_config_loads_from_a_checkpoint_that_lacks_newer_fields(config):
-    """Use defaults for missing fields, and refuse a field that this program does not know."""
-    values = config_to_dict(config)
-    assert config_from_dict(values) == config
-    for name in ("dropout", "loss_chunk"):
-        del values[name]
-    assert config_from_dict(values) == config
-    with pytest.raises(TypeError, match="window"):
-        config_from_dict(values | dict(window=8))

@@ -128,19 +128,3 @@ def test_all_weights_but_the_blocks_matrices_move_as_with_torchs_adamw(config, e
             torch.testing.assert_close(p, q)
             moved += 1
     assert moved == len(embeddings) + 1 + len(vectors)
-
-
-def test_muon_gives_each_group_of_gpt2_its_learning_rate():
-    for tie_weights, first in ((False, "transformer.wte.weight"), (True, "transformer.wpe.weight")):
-        groups = muon_groups(build_model(GPTConfig(**SIZES, tie_weights=tie_weights)), RECIPE)
-        rates = [(group["params"][0][0], group["peak_lr"]) for group in groups if group["params"]]
-        head = "transformer.wte.weight" if tie_weights else "lm_head.weight"
-        assert rates == [
-            ("transformer.h.0.attn.c_proj.weight", 0.029),
-            ("transformer.h.0.attn.c_attn.weight", 0.029),
-            (first, 0.004),
-            (head, 0.004),
-            ("transformer.h.0.ln_1.weight", 0.035),
-            ("transformer.h.0.mlp.c_fc.weight", pytest.approx(0.027)),
-            ("transformer.h.1.mlp.c_fc.weight", pytest.approx(0.027)),
-        ]

@@ -16,8 +16,6 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from cases import slow
 from documents import (
@@ -45,8 +43,7 @@ from program import (
     wait_for_line,
 )
 
-from common.console import UserError
-from data import prepare_fineweb, prepare_text, writer
+from data import prepare_text, writer
 from data.text import Document, Place, Source
 from data.tokenizer import Tokenizer, read_bpe
 
@@ -170,7 +167,7 @@ def command(line: str, out: Path) -> list:
     """
     names = [word for word in line.split() if not word.startswith("--")]
     flags = [word for word in line.split() if word.startswith("--")]
-    if not names[0].startswith(("rows", "many")):
+    if not names[0].startswith("rows"):
         return [TEXT, *names, "--tokenizer=byte", *flags, f"--out={out}"]
     return [FINEWEB, *HUB, *flags, f"--out={out}"]
 
@@ -178,8 +175,6 @@ def command(line: str, out: Path) -> list:
 def write_sources(folder: Path) -> None:
     write_parquet(folder / "rows.parquet", TEXTS[:250])
     write_jsonl(folder / "rows.jsonl", TEXTS[:250])
-    table = pa.table({"text": TEXTS})
-    pq.write_table(table, folder / "many.parquet", row_group_size=2)  # 350 row groups
     (folder / "book.txt").write_text("\n\n".join(TEXTS[250:400]), "utf-8")
 
 
@@ -252,7 +247,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-THIRTEEN = (1, 2, 3, 4, 1, 2, 3, 2, 3, 4, 2, 3, 4)  # the moments at which one preparation is killed
 # each signal with the exit code and the words that follow it
 ENDS = {"SIGKILL": (-signal.SIGKILL, ""), "SIGINT": (128 + signal.SIGINT, "")}
 
@@ -266,7 +260,6 @@ ENDS = {"SIGKILL": (-signal.SIGKILL, ""), "SIGINT": (128 + signal.SIGINT, "")}
         # the last shard, which is short, is there already, but the folder is not yet complete
         ("rows.parquet --val_fraction=0.2 --shard_tokens=1k --tokens=2k", "--tokens=1500", (7,)),
         slow(("rows.jsonl --val_fraction=0.05 --shard_tokens=3k --tokenizer=bpe:300", "", (1, 2))),
-        slow(("many.parquet --val_fraction=0.05 --shard_tokens=3k", "", THIRTEEN)),
     ],
 )
 def test_a_killed_preparation_continues_to_the_same_bytes(line, before, moments, tmp_path):
@@ -451,21 +444,6 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
     # now that the folder is finished, the hub may be away
     code, said, err = finish(from_hub(address, out, "--seed=17"))
     assert (code, err) == (0, "") and "complete, nothing to do" in said
-
-
-@pytest.mark.parametrize(
-    "flags, asked",
-    [
-        ("", ("HuggingFaceFW/fineweb-edu", "sample-10BT")),
-        ("--dataset=fineweb --name=sample-100BT", ("HuggingFaceFW/fineweb", "sample-100BT")),
-        ("--dataset=org/name --name=small", ("org/name", "small")),
-    ],
-)
-def test_flags_choose_the_hubs_dataset(flags, asked):
-    hub_files = mock.Mock(side_effect=UserError("asked"))
-    with mock.patch("data.prepare_fineweb.hub_files", hub_files), pytest.raises(UserError):
-        prepare_fineweb.main([*flags.split(), "--tokenizer=byte"])
-    assert hub_files.call_args.args[:2] == asked
 
 
 def test_without_a_network_nothing_is_begun(tmp_path):

@@ -321,15 +321,6 @@ def test_a_run_locks_its_folder_before_it_reads_a_checkpoint(tiny, monkeypatch):
     refused(run("train.py", *flags(**tiny)), "another run is writing")
 
 
-def test_a_checkpoint_named_after_another_iteration_is_refused(tiny, ran):
-    train(**tiny)
-    (ran.out_dir / "ckpt-00000008.pt").rename(ran.out_dir / "ckpt-00000012.pt")
-    before = contents(ran.out_dir)
-    result = run("train.py", *flags(**tiny | dict(max_iters=12)))
-    refused(result, "ckpt-00000012.pt", "iteration 8")
-    assert contents(ran.out_dir) == before
-
-
 USERS_FILES = [
     *("log.txt", "loss.png", "metrics.jsonl"),
     *("notes.txt", "notes.tmp", "ckpt-notes.pt", "loss.png.mine.tmp"),

@@ -140,12 +140,6 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
 
 # each rank in a folder of its own, as on another machine
 APART = "os.chdir(RANK)"
-NO_COMPILER = """
-    def compile(call):
-        assert RANK == "0", "no compiler"
-        return call
-    torch.compile = compile
-"""
 # what each rank does first, its keys, and the words of the one error line
 BAD_STARTS = {
     "sequences that cannot be shared": (
@@ -155,11 +149,6 @@ BAD_STARTS = {
     ),
     "other data": (APART, dict(dataset="data"), ["data", "rank", "same"]),
     "a file in the place of out_dir": ("", dict(out_dir=Path("file/run")), ["file/run"]),
-    "no compiler on one rank": (
-        NO_COMPILER,
-        dict(compile=True),
-        ["no compiler", "--compile=False"],
-    ),
     "a network that is not there": (
         'os.environ["GLOO_SOCKET_IFNAME"] = "none0"',
         {},
