@@ -11,13 +11,14 @@ compare real runs with this trainer, from which they differ only by the rounding
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from hf_reference import TRANSPOSED
+from hf_reference import as_transformers
 from reference_fast import read_split, shuffled_windows
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 
 class Run(NamedTuple):
@@ -29,16 +30,9 @@ class Run(NamedTuple):
 
 def model_of(weights: dict[str, Tensor], config: dict) -> GPT2LMHeadModel:
     """Return a model with a checkpoint's weights. Biases that they lack stay 0."""
-    wte, head = (weights[f"{name}.weight"] for name in ("transformer.wte", "lm_head"))
-    sizes = {name: config[name] for name in ("n_layer", "n_head", "n_embd")}
-    sizes |= dict(n_positions=config["block_size"], vocab_size=len(wte))
-    sizes |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=torch.equal(wte, head)))
-    with torch.no_grad():
-        for name, p in model.double().named_parameters():
-            found = weights.get(name, torch.zeros(p.shape))
-            p.copy_(found.t() if name.endswith(TRANSPOSED) and p.dim() == 2 else found)
-            p.requires_grad_(name in weights)
+    model = as_transformers(weights, SimpleNamespace(**config)).double()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in weights)
     return model
 
 

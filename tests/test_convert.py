@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import tokenizers
 import torch
-from char_dataset import write_nanogpts_checkpoint
 from hf_reference import own_bpe, random_gpt2
 from program import ROOT, refused, run
 from safetensors.torch import load_file, save_file
@@ -360,14 +359,3 @@ def test_wrong_bytes_from_the_hub_are_refused_and_deleted(tmp_path, monkeypatch)
 
 # -----------------------------------------------------------------------------
 # From nanoGPT
-
-
-@pytest.mark.usefixtures("gpt2_bpe")
-def test_drops_the_padding_of_nanogpts_vocabulary(tmp_path):
-    """Export 50,257 of 50,304 rows, because tiktoken knows none of the others."""
-    write_nanogpts_checkpoint(tmp_path / "ckpt.pt", vocab=50304, width=8)
-    assert load_pretrained(str(tmp_path / "ckpt.pt")).vocab == 50257
-    convert(tmp_path / "ckpt.pt", tmp_path / "hf")
-    assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 50257
-    (rows, _) = load_file(tmp_path / "hf/model.safetensors")["wte.weight"].shape
-    assert rows == 50257

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import re
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -397,17 +396,6 @@ def test_downloads_as_many_records_as_the_run_reads(tokens, gb, hub, monkeypatch
     with pytest.raises(UserError, match="too little"):
         get_records(f"--max_iters={math.ceil(tokens / 256)}")
     assert lack.call_args.args == (RECORDS, round(gb * 1e9))
-
-
-@pytest.mark.parametrize("iters, warned", [(3, ""), (6, "1.02k of the 1.54k tokens .* repeats")])
-def test_warns_of_records_that_the_run_reads_again(iters, warned, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    RECORDS.mkdir(parents=True)
-    for name in ("train_000001", "train_000002", "val_000000"):
-        (RECORDS / f"fineweb_{name}.bin").write_bytes(bytes(1024))
-    get_records(f"--max_iters={iters}")
-    out = capsys.readouterr().out
-    assert re.search(warned, out) if warned else not out
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_refused(tmp_path, monkeypatch):

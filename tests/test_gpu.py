@@ -124,12 +124,9 @@ def world_of_one():
 
 @pytest.mark.parametrize("device, batch_size, vocab, flags", MODELS)
 def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
-    device, batch_size, vocab, flags, world_of_one, record_property, monkeypatch
+    device, batch_size, vocab, flags, world_of_one, monkeypatch
 ):
-    """
-    Train three iterations of two micro-batches, without and with DDP around the compiled model. DDP
-    takes little more memory than a second set of gradients.
-    """
+    """Train three iterations of two micro-batches, with and without DDP around compiled code."""
     batch_size = 2  # the optimizer also takes memory
     c = load_config([*flags, f"--batch_size={batch_size}"])
     hw = hardware.Hardware(torch.device(device), torch.bfloat16, device, 1.0, "")
@@ -137,35 +134,25 @@ def test_data_parallel_changes_no_loss_and_compiles_nothing_again(
     start = {name: w.to("cpu", copy=True) for name, w in raw_model.state_dict().items()}
     batches = [random_batch(device, batch_size, raw_model.config) for _ in range(6)]
 
-    def three_iterations(model) -> tuple[list[float], int]:
-        """Return the losses and the most bytes allocated at once."""
+    def three_iterations(model) -> list[float]:
         raw_model.load_state_dict(start)
         optimizer = build_optimizer(raw_model, c, hw.dtype)
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         scaler, losses = torch.amp.GradScaler(device, enabled=False), []
         for pair in (batches[:2], batches[2:4], batches[4:]):
             loss_sum, _ = train.train_step(
                 model, optimizer, scaler, pair, c.grad_clip, hw.autocast()
             )
             losses.append(loss_sum.item() / len(pair))
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         raw_model.zero_grad(set_to_none=True)
-        return losses, peak
+        return losses
 
     model = compiled(raw_model, device)
     three_iterations(model)  # compiles
-    alone, memory_alone = three_iterations(model)
+    alone = three_iterations(model)
     monkeypatch.setenv("WORLD_SIZE", "2")  # with one process, nothing would be wrapped
     with torch.compiler.set_stance("fail_on_recompile"):
-        together, memory_together = three_iterations(ranks.data_parallel(model))
-    parameter_bytes = 4 * sum(p.numel() for p in raw_model.parameters())
-    record_property(
-        "bytes of DDP per parameter", 4 * (memory_together - memory_alone) / parameter_bytes
-    )
+        together = three_iterations(ranks.data_parallel(model))
     assert together == pytest.approx(alone, rel=1e-3)
-    # the gradient buckets, and one more of up to 25 MiB while torch rearranges them
-    assert memory_together - memory_alone < 1.1 * parameter_bytes + 2**25
 
 
 @gpu

@@ -11,7 +11,6 @@ import re
 import shlex
 import signal
 import subprocess
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -31,17 +30,7 @@ from documents import (
     write_jsonl,
     write_parquet,
 )
-from program import (
-    ROOT,
-    Result,
-    contents,
-    finish,
-    needs_signals,
-    refused,
-    run,
-    start,
-    wait_for_line,
-)
+from program import ROOT, Result, contents, finish, needs_signals, refused, run, start
 
 from data import prepare_text, writer
 from data.text import Document, Place, Source
@@ -366,27 +355,6 @@ def test_documents_are_read_only_so_far_ahead():
 
     next(writer.encode(documents(), Tokenizer(dict(kind="byte")), 1))
     assert read.pop() <= 65 * 64 + 1
-
-
-HOLDS_THE_LOCK = """
-import sys, time
-from common.files import try_lock
-with open(sys.argv[1], "ab") as file:
-    print("locked:", try_lock(file), flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_second_preparation_in_one_folder_waits(tmp_path):
-    write_sources(tmp_path)
-    flags = [*FLAGS, "--out=out"]
-    Path("out").mkdir()
-    first = start("-c", HOLDS_THE_LOCK, str(tmp_path / "out/lock"))
-    wait_for_line(first, "locked: True")
-    threading.Timer(0.5, first.kill).start()
-    result = prepare_from_hub("rows.jsonl", *flags)
-    assert result.code == 0 and "out: another process is writing to it; waiting" in result.out
-    finish(first)
 
 
 # -----------------------------------------------------------------------------

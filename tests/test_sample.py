@@ -38,7 +38,7 @@ def small_model(**changes) -> GPT:
 
 def test_greedy_generation_with_the_cache_matches_transformers_token_for_token():
     model = small_model()
-    reference = as_transformers(model)
+    reference = as_transformers(model.state_dict(), model.config)
     idx = torch.randint(128, (3, 5))
     options = dict(attention_mask=torch.ones_like(idx), max_new_tokens=19)
     expected = reference.generate(idx, do_sample=False, use_cache=False, **options)

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
 from doc_pages import GUIDES, read
 from program import ROOT, InProcessRun, finish, flags, needs_signals, run, start, train
@@ -191,31 +190,3 @@ def test_night_ends_at_a_signal_in_its_pause(command, monkeypatch):
     monkeypatch.setattr(night, "PAUSE_SECONDS", 300)
     monkeypatch.setattr(night, "say", lambda *line, console: signal.raise_signal(signal.SIGINT))
     assert night.main(command) == 130
-
-
-@needs_signals
-@pytest.mark.slow
-def test_night_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, tmp_path):
-    keys = tiny | dict(max_iters=10**6, eval_interval=100, checkpoint_interval=5)
-    with open(tmp_path / "said", "w") as said:
-        process = launch_night(ROOT / "train.py", *flags(**keys), stdout=said, stderr=said)
-
-    def wait_for(iteration: int) -> None:
-        while not ran.out_dir.exists() or not ran.saved or ran.saved[-1] < iteration:
-            assert process.poll() is None, (tmp_path / "said").read_text()
-            time.sleep(0.1)
-
-    try:
-        wait_for(5)
-        (child,) = psutil.Process(process.pid).children()
-        child.kill()
-        child.wait()
-        wait_for(ran.saved[-1] + 5)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        code = process.wait(timeout=120)
-    finally:
-        process.kill()
-    # the terminal's SIGINT may arrive before or after night.py's SIGTERM, or when all is over
-    assert code in (130, 143) and ran.end["reason"] in ("SIGINT", "SIGTERM")
-    assert ran.saved[-1] == ran.end["iters"]
-    assert (tmp_path / "said").read_text().count("night.py: exit code 137") == 1

@@ -4,16 +4,9 @@ log's lines say.
 """
 
 import contextlib
-import sys
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
-import pytest
-import torch
 from program import Run, same, train
-
-from machine.hardware import Hardware
-from run.checkpoint import Progress
-from run.log import Log
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)
@@ -41,16 +34,3 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
         for key in ("model", "optimizer", "scaler", "rng", "progress"):
             assert same(a[key], b[key]), key
     assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
-
-
-def test_sizes_are_in_gb_of_a_billion_bytes_and_memory_in_gib(capsys):
-    log = MagicMock()
-    log.clock.since_lap.return_value = 0.9
-    Log.report_save(log, Progress(iter_num=500), 1_494_000_000, False)
-    assert ", 1.49GB, time 0.9s, " in capsys.readouterr().out
-    used = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "").peak_memory_gib()
-    if sys.platform == "linux":
-        import resource
-
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # by the system's own count
-        assert used == pytest.approx(kib / 2**20, rel=0.005)
