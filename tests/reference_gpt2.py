@@ -1,24 +1,24 @@
 """
-Train GPT-2 a second time, with transformers' model and torch's AdamW in float64; the schedule, the
-order of the windows and both evaluations stand here. Nothing of the program is imported. Tests
-compare real runs with this trainer, from which they differ only by the rounding of their float32.
+Train GPT-2 a second time, in plain torch: the model, the schedule and both evaluations, with
+torch's AdamW and the order of the windows in reference_fast.py. Nothing of the program is imported.
+Tests compare real runs with this trainer.
 
-    model = reference_gpt2.model_of(checkpoint["model"], config)
-    run = reference_gpt2.train(model, tokens, config)         trains `model`
+    weights = reference_gpt2.weights(checkpoint["model"])
+    run = reference_gpt2.train(weights, tokens, config)      changes `weights`, as training does
 
-`config` is a dict of the program's keys.
+`config` is a dict of the program's keys. Everything is computed in float64, so a real run differs
+only by the rounding of its own float32.
 """
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from hf_reference import as_transformers
 from reference_fast import read_split, shuffled_windows
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+
+Weights = dict[str, Tensor]  # by nanoGPT's names; without the head if it is tied to the embedding
 
 
 class Run(NamedTuple):
@@ -28,22 +28,73 @@ class Run(NamedTuple):
     evals: list[tuple[int, float, float]]  # iteration, train loss, validation loss
 
 
-def model_of(weights: dict[str, Tensor], config: dict) -> GPT2LMHeadModel:
-    """Return a model with a checkpoint's weights. Biases that they lack stay 0."""
-    model = as_transformers(weights, SimpleNamespace(**config)).double()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name in weights)
-    return model
+def weights(state: Weights) -> Weights:
+    """Return a checkpoint's weights in float64, ready for train()."""
+    tied = torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+    names = [name for name in state if not (tied and name == "lm_head.weight")]
+    return {name: state[name].double().requires_grad_() for name in names}
 
 
-def loss_of(model: GPT2LMHeadModel, windows: list[Tensor]) -> Tensor:
+# -----------------------------------------------------------------------------
+# The model
+
+
+def loss_of(w: Weights, config: dict, windows: list[Tensor]) -> Tensor:
     """
-    Return the mean loss in nats on windows of T + 1 tokens. The padding of the vocabulary takes
+    Return GPT-2's mean loss in nats on windows of T + 1 tokens. The padding of the vocabulary takes
     part in the softmax.
     """
     block = torch.stack(windows)
-    logits = model(block[:, :-1]).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten())
+    targets = block[:, 1:]
+    logits = logits_of(w, config, block[:, :-1])
+    return -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
+
+
+def logits_of(w: Weights, config: dict, idx: Tensor) -> Tensor:
+    """Return the logits (B, T, V) for tokens (B, T)."""
+    x = w["transformer.wte.weight"][idx] + w["transformer.wpe.weight"][: idx.size(1)]
+    for i in range(config["n_layer"]):
+        name = f"transformer.h.{i}"
+        x = x + attention(w, f"{name}.attn", norm(w, f"{name}.ln_1", x), config["n_head"])
+        x = x + mlp(w, f"{name}.mlp", norm(w, f"{name}.ln_2", x))
+    head = w.get("lm_head.weight", w["transformer.wte.weight"])
+    return norm(w, "transformer.ln_f", x) @ head.T
+
+
+def attention(w: Weights, name: str, x: Tensor, n_head: int) -> Tensor:
+    """Apply causal self-attention, (B, T, C) -> (B, T, C)."""
+    qkv = linear(w, f"{name}.c_attn", x).chunk(3, dim=-1)
+    q, k, v = (part.unflatten(-1, (n_head, -1)).transpose(1, 2) for part in qkv)  # (B, nh, T, hs)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
+    attended = scores.masked_fill(~seen(x.size(1)), -math.inf).softmax(-1) @ v
+    return linear(w, f"{name}.c_proj", attended.transpose(1, 2).flatten(2))
+
+
+def seen(T: int) -> Tensor:
+    """Return which tokens each token attends to, (T, T): itself and those before it."""
+    return torch.ones(T, T).tril().bool()
+
+
+def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
+    """Apply two matrices, with the tanh approximation of GELU between them."""
+    u = linear(w, f"{name}.c_fc", x)
+    gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+    return linear(w, f"{name}.c_proj", gelu)
+
+
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+
+def norm(w: Weights, name: str, x: Tensor) -> Tensor:
+    """Apply LayerNorm, with or without a bias."""
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    return centred / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+
+# -----------------------------------------------------------------------------
+# Training
 
 
 def cosine(config: dict) -> list[float]:
@@ -59,11 +110,11 @@ def cosine(config: dict) -> list[float]:
     return rates
 
 
-def train(model: GPT2LMHeadModel, folder: Path, config: dict) -> Run:
+def train(w: Weights, folder: Path, config: dict) -> Run:
     """Train for max_iters iterations. Only matrices and embeddings decay."""
     run = Run([], [])
     windows = shuffled_windows(read_split(folder, "train"), config["block_size"], config["seed"])
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [*w.values()]
     groups = [
         dict(params=[p for p in trained if p.dim() > 1], weight_decay=config["weight_decay"]),
         dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
@@ -72,8 +123,8 @@ def train(model: GPT2LMHeadModel, folder: Path, config: dict) -> Run:
     sequences = config["batch_size"] * config["gradient_accumulation_steps"]
     for it, lr in enumerate(cosine(config)):
         if it % config["eval_interval"] == 0:
-            run.evals.append((it, *evaluate(model, folder, config)))
-        loss = loss_of(model, [next(windows) for _ in range(sequences)])
+            run.evals.append((it, *evaluate(w, folder, config)))
+        loss = loss_of(w, config, [next(windows) for _ in range(sequences)])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, config["grad_clip"])
         for group in optimizer.param_groups:
@@ -81,12 +132,12 @@ def train(model: GPT2LMHeadModel, folder: Path, config: dict) -> Run:
         optimizer.step()
         optimizer.zero_grad()
         run.steps.append((loss.item(), lr, norm.item()))
-    run.evals.append((config["max_iters"], *evaluate(model, folder, config)))
+    run.evals.append((config["max_iters"], *evaluate(w, folder, config)))
     return run
 
 
 @torch.no_grad()
-def evaluate(model: GPT2LMHeadModel, folder: Path, config: dict) -> list[float]:
+def evaluate(w: Weights, folder: Path, config: dict) -> list[float]:
     """
     Return the train and val loss of an evaluation, on equally many windows of each split, spread
     over the whole of it.
@@ -98,5 +149,5 @@ def evaluate(model: GPT2LMHeadModel, folder: Path, config: dict) -> list[float]:
         available = (len(ids) - 1) // T
         count = min(tokens // T, available)
         starts = [n * available // count * T for n in range(count)]
-        losses.append(loss_of(model, [ids[at : at + T + 1] for at in starts]).item())
+        losses.append(loss_of(w, config, [ids[at : at + T + 1] for at in starts]).item())
     return losses

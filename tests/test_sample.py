@@ -3,17 +3,14 @@ Compare generate() with transformers, and run sample.py on the runs, texts, prom
 that people have.
 """
 
-import contextlib
-import io
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from char_dataset import LETTERS, RULER, sample, train_short, write_letters, write_parrot
-from doc_pages import code_blocks
 from hf_reference import as_transformers, own_bpe, random_gpt2
-from program import ROOT, Run, refused, run, write_tokens
+from program import Run, refused, run, write_tokens
 
 from configurator import read_config
 from data.tokenizer import Tokenizer
@@ -152,17 +149,6 @@ def test_a_sample_ends_at_the_end_of_text_token(token, text, made, tmp_path):
     parrot = write_parrot(made, tmp_path / "x.pt", token)
     flags = ("--start=The end", "--max_new_tokens=5", "--num_samples=2", "--temperature=0")
     assert sample(f"--init_from={parrot}", *flags) == [text] * 2
-
-
-def test_the_program_on_the_sampling_page_prints_a_sample_of_a_run(made, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out/x").mkdir(parents=True)
-    write_parrot(made, tmp_path / "out/x/ckpt-00000008.pt", token=ord("x"))
-    blocks = code_blocks(ROOT / "docs/sampling.md", "python")
-    (program,) = [block for block in blocks if "out/x" in block]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(program, {})
-    assert printed.getvalue() == "The " + 100 * "x" + "\n"
 
 
 # -----------------------------------------------------------------------------
