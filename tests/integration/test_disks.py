@@ -10,7 +10,6 @@ InProcessRun, fault_injection.py and mocks.
 import errno
 import os
 import shutil
-import signal
 import stat
 from pathlib import Path
 from unittest import mock
@@ -307,7 +306,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny
         refused(run("train.py", *flags(**tiny | dict(max_iters=3), init_from=init_from)))
     # evaluating the run there is not refused
     train(**tiny, init_from="resume", eval_only=True)
-    first.send_signal(signal.SIGTERM)
+    first.terminate()
     assert finish(first).code == 143
     assert ran.steps("iter") == [*range(ran.end["iters"])]
     assert len(ran.records("start")) == 1
