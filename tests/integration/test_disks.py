@@ -185,11 +185,8 @@ def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
     return [*states.values()]
 
 
-OFTEN = dict(log_interval=1)  # with max_iters=2, otherwise, iteration 1 would have a line
-
-
 @pytest.mark.parametrize(
-    "begins, ends, keys, best", [(0, 2, OFTEN, 4), (2, 6, OFTEN, 4), (0, 6, AVERAGED, 6)]
+    "begins, ends, keys, best", [(2, 6, dict(log_interval=1), 4), (0, 6, AVERAGED, 6)]
 )
 def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save(
     begins, ends, keys, best, tiny, ran, tmp_path
