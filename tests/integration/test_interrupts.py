@@ -130,6 +130,7 @@ ENDS = {
 OWN_TERMINAL = """
     terminal, its_end = os.openpty()
     os.login_tty(its_end)
+    sys.stdout, sys.stderr = open(1, "w", 1), open(2, "w", 1)  # unlike files, without positions
 """
 
 
