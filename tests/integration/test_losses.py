@@ -255,6 +255,7 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     """
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     config = BASE | dict(dataset=tokens, out_dir=tmp_path, eval_interval=100)
+    config |= dict(n_layer=1, gradient_accumulation_steps=1)  # float16 is slow on a CPU
     train(**config | dict(max_iters=4))
     half = dict(dtype="float16", init_from="resume", checkpoint_interval=1, max_iters=28)
     with mock.patch("torch.amp.GradScaler", scaler):
