@@ -28,6 +28,7 @@ from program import (
 )
 
 TINY = TINY_RUN | dict(
+    n_layer=1,
     gradient_accumulation_steps=3,
     learning_rate=0.01,
     min_lr=0.001,
