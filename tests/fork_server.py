@@ -19,8 +19,7 @@ import types
 from pathlib import Path
 
 FORK = multiprocessing.get_context("forkserver")
-# torch imports _dynamo with the first optimizer, and each child imports the tests' main module
-FORK.set_forkserver_preload(["torch._dynamo", "pytest"])
+FORK.set_forkserver_preload(["torch._dynamo"])  # which torch imports with the first optimizer
 
 
 class ForkedProcess(FORK.Process):
@@ -30,7 +29,10 @@ class ForkedProcess(FORK.Process):
         super().__init__()
         self.arguments, self.cwd, self.environment = arguments, str(cwd), environment
         self.files = {1: out, 2: err}
+        # the child would import the tests' main module
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         self.start()
+        sys.modules["__main__"] = main
 
     def run(self) -> None:
         """Do in the child what a fresh Python does."""
