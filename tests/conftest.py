@@ -3,10 +3,8 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import fork_server
 import program
 import pytest
 import torch
@@ -17,9 +15,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # terminal, but child processes do not inherit the handler.
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
-# Each run asks git for its commit, which takes a fifth of a tiny run's time.
-os.environ["GIT_DIR"] = os.devnull
-# With more threads, models this small only wait, and wait longer on a busy machine.
+# Each run asks git for its commit, which takes a fifth of a tiny run's time. With more threads,
+# models this small only wait, and wait longer on a busy machine.
+os.environ |= dict(GIT_DIR=os.devnull, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
 torch.set_num_threads(1)
 
 
@@ -118,9 +116,7 @@ def ran(tiny) -> program.Run:
 
 
 def pytest_collection_modifyitems(items):
-    """Start the fork server early if there are many tests. Skip gpu tests if CUDA is missing."""
-    if sys.platform == "linux" and len(items) > 100:  # a single file may not need the server
-        fork_server.server()
+    """Skip gpu tests if CUDA is missing."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -12,11 +12,7 @@ from unittest import mock
 from program import ROOT, InProcessRun, run
 
 README = ROOT / "README.md"
-GUIDES = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+GUIDES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*GUIDES, *sorted((ROOT / "results").glob("*.md"))]  # results may name older files
 
 
@@ -80,12 +76,6 @@ def flags_of(command: list[str]) -> set[str]:
 # Figures
 
 
-def lines_of(page: Path | str) -> list[str]:
-    """Return a page's paragraphs, table rows and list items, each on one line."""
-    text = re.sub(r"\n(?![|\n#`$-])", " ", read(page))
-    return text.splitlines()
-
-
 def block_with(text: str) -> str:
     """Return the only code block with this text on the pages outside results/."""
     (block,) = [block for page in GUIDES for block in code_blocks(page) if text in block]
@@ -110,11 +100,6 @@ def holds(text: str, values: list[float]) -> bool:
     """Return whether a text has these figures, rounded and in order, perhaps among others."""
     shown = iter(numbers(re.sub(r"\d{4}-\d\d-\d\d", "", text)))
     return all(any(rounds_to(value, number) for number in shown) for value in values)
-
-
-def shows(page: str, values: list[float]) -> bool:
-    """Return whether one paragraph, table row or list item of a page has these figures."""
-    return any(holds(line, values) for line in lines_of(page))
 
 
 @functools.cache

@@ -1,21 +1,14 @@
 """
-Inject faults: fill a disk, or start train.py in its own process with lines of Python or planned
-steps that run at chosen moments. In the test's own process, use program.InProcessRun instead.
-
-Run as a script, this file runs another script with the steps planned for it; see with_faults().
+Inject faults: fill a disk, or start train.py in its own process with lines of Python that run after
+each update. In the test's own process, use program.InProcessRun instead.
 """
 
 import contextlib
-import functools
-import json
 import os
-import runpy
-import signal
-import sys
 import textwrap
 from pathlib import Path
 
-from program import ROOT, InProcessRun
+from program import ROOT
 
 PAGE = 1 << 12  # bytes; a tmpfs hands out space in pages of this size
 
@@ -72,40 +65,3 @@ def watched(action: str = "", before: str = "") -> list[str]:
     """
     text = WATCHED.replace("ACTION", textwrap.indent(textwrap.dedent(action), "    "))
     return ["-c", text.replace("BEFORE", textwrap.dedent(before)).replace("ROOT", str(ROOT))]
-
-
-# -----------------------------------------------------------------------------
-# As a script: python tests/fault_injection.py '[DISK, STEP, ...]' train.py --key=value ...
-
-
-def with_faults(disk: Path, *steps: tuple[str, int, str]) -> list[str]:
-    """
-    Return arguments for start() that run train.py with `steps`. Each is (moment, n, action): at the
-    n-th such moment of InProcessRun, "fill" or "free" the disk or send a signal by its name, and
-    report it on stderr.
-    """
-    return ["tests/fault_injection.py", json.dumps([str(disk), *steps]), "train.py"]
-
-
-def planned(disk: Path, *steps: tuple[str, int, str]) -> InProcessRun:
-    def act(moment: str, n: int) -> None:
-        for step_moment, step_n, action in steps:
-            if (step_moment, step_n) != (moment, n):
-                continue
-            print(f"storm: {action} at {moment} {n}", file=sys.stderr)
-            if action in ("fill", "free"):
-                dict(fill=fill, free=free)[action](disk)
-            else:
-                os.kill(os.getpid(), getattr(signal, action))
-
-    trainer = InProcessRun()
-    for moment, n, _ in steps:
-        trainer.at[moment, n] = functools.partial(act, moment, n)
-    return trainer
-
-
-if __name__ == "__main__":
-    folder, *todo = json.loads(sys.argv[1])
-    sys.argv, sys.path[0] = sys.argv[2:], str(ROOT)
-    with planned(Path(folder), *todo).watching():
-        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")

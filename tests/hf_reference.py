@@ -6,32 +6,25 @@ import tokenizers
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import GPT
-
 # transformers keeps these as (in, out)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
-def as_transformers(model: GPT) -> GPT2LMHeadModel:
-    """Return transformers' GPT-2 with this model's weights, and zeros for biases it lacks."""
-    c = model.config
-    config = GPT2Config(
-        vocab_size=c.vocab_size,
-        n_positions=c.block_size,
-        n_embd=c.n_embd,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        tie_word_embeddings=c.tie_weights,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    reference = GPT2LMHeadModel(config).eval()
-    weights = {}
+def as_transformers(weights: dict[str, torch.Tensor], c) -> GPT2LMHeadModel:
+    """
+    Return transformers' GPT-2 with these weights, and zeros for biases that they lack. `c` has its
+    sizes under our names.
+    """
+    wte, head = (weights[f"{name}.weight"] for name in ("transformer.wte", "lm_head"))
+    sizes = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_positions=c.block_size)
+    sizes |= dict(vocab_size=len(wte), tie_word_embeddings=torch.equal(wte, head))
+    reference = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+    found = {}
     for name, tensor in reference.state_dict().items():
-        weights[name] = model.state_dict().get(name, torch.zeros_like(tensor))
-        if name.endswith(TRANSPOSED):
-            weights[name] = weights[name].t()
-    reference.load_state_dict(weights)
+        found[name] = weights.get(name, torch.zeros_like(tensor))
+        if name in weights and name.endswith(TRANSPOSED):
+            found[name] = weights[name].t()
+    reference.load_state_dict(found)
     return reference
 
 

@@ -7,7 +7,7 @@ come from outside too: signals, damaged bytes, a disk that is really full, or pa
 the standard library and torch.
 
     run("train.py", *flags)          in this process: some 50 ms for a tiny run
-    start("train.py", *flags)        a process of its own, forked from a warm one: some 300 ms
+    start("train.py", *flags)        a process of its own, forked from one with torch: some 300 ms
     start(..., cold=True)            a fresh Python: some 3 s
     start_ranks(2, *flags)           as torchrun would start them
     changed(folder, {...})           a copy of the program with some functions replaced
@@ -28,6 +28,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -35,7 +37,6 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import fork_server
 import numpy as np
 import pytest
 import torch
@@ -127,35 +128,27 @@ def refused(result: Result, *words: str) -> str:
     return line
 
 
-started: list[subprocess.Popen | fork_server.ForkedProcess] = []  # by the running test
+outputs = tempfile.TemporaryDirectory()  # of all processes
+started: list = []  # by the running test
 
 
-def start(
-    *arguments: str,
-    cwd: Path = ROOT,
-    cold: bool = False,
-    only_torch: bool = False,
-    **environment: str,
-) -> subprocess.Popen | fork_server.ForkedProcess:
+def start(*arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: str):
     """
-    Start `python ARGUMENTS` in a process of its own, with its output in pipes. On Linux the process
-    is forked from one that has imported this project, or only torch with `only_torch`. With `cold`,
-    or if the arguments begin with an option of Python's other than -c, it is a fresh Python.
+    Start `python ARGUMENTS` in a process of its own, with its output in two files. On Linux the
+    process is forked from one that has imported torch. With `cold`, or if the arguments begin with
+    an option of Python's other than -c, it is a fresh Python.
     """
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | environment
+    environment = os.environ | environment
+    folder = Path(tempfile.mkdtemp(dir=outputs.name))
     python_option = arguments[0].startswith("-") and arguments[0] != "-c"
-    process: subprocess.Popen | fork_server.ForkedProcess
-    if cold or python_option or sys.platform != "linux":
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-    else:
-        process = fork_server.ForkedProcess(list(arguments), cwd, environment, only_torch)
+    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+        if cold or python_option or sys.platform != "linux":
+            command = [sys.executable, *arguments]
+            process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=err, env=environment)
+        else:
+            fork = importlib.import_module("fork_server").ForkedProcess
+            process = fork([*arguments], cwd, environment, out.name, err.name)
+    process.output = folder
     started.append(process)
     return process
 
@@ -163,19 +156,20 @@ def start(
 def finish(process, timeout: float = 120) -> Result:
     """Wait for a process to end. After `timeout` seconds, kill it and raise TimeoutExpired."""
     try:
-        out, err = process.communicate(timeout=timeout)
+        code = process.wait(timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Result(process.returncode, out, err)
+    return Result(code, *((process.output / name).read_text("utf-8") for name in ("out", "err")))
 
 
 def wait_for_line(process, beginning: str) -> None:
-    """Read a process's stdout up to the first line with this beginning. Fail if there is none."""
-    for line in process.stdout:
-        if line.startswith(beginning):
-            return
-    raise AssertionError(f"ended without {beginning!r}: {finish(process)}")
+    """Wait until a line of a process's stdout has this beginning. Fail if it ends without one."""
+    has_ended = False
+    while f"\n{beginning}" not in f"\n{(process.output / 'out').read_text('utf-8')}":
+        assert not has_ended, f"ended without {beginning!r}: {finish(process)}"
+        time.sleep(0.02)
+        has_ended = process.poll() is not None
 
 
 def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: str) -> list:
@@ -215,8 +209,7 @@ def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
 def changed(folder: Path, changes: dict[str, str]) -> Path:
     """
     Copy the program to `folder`. In each file that is a key of `changes`, replace the definitions
-    that its value, Python code, also has: see with_definitions(). Start the copy with cwd=folder
-    and only_torch=True, so that it imports nothing from the unchanged program.
+    that its value, Python code, also has: see with_definitions(). Start the copy with cwd=folder.
     """
 
     def left_out(where: str, names: list[str]) -> list[str]:
@@ -236,45 +229,28 @@ def changed(folder: Path, changes: dict[str, str]) -> Path:
 
 def with_definitions(text: str, code: str) -> str:
     """
-    Return the module `text` with the functions, classes and constants of `code` in place of those
-    with the same names. In a class that both have, replace single members. Add what is new at the
-    end of the class or the module, but before `if __name__ == "__main__"`.
+    Return the module `text` with the definitions of `code`. A constant takes the place of the one
+    with its name, and the members of a class come at its end. All else comes at the module's end,
+    but before `if __name__ == "__main__"`, where it hides what has the same name.
     """
-    lines, new_lines = text.splitlines(), code.splitlines()
+    lines, new_lines, old = text.splitlines(), code.splitlines(), ast.parse(text).body
+    constants = {ast.unparse(node.targets[0]): node for node in old if isinstance(node, ast.Assign)}
+    classes = {node.name: node.end_lineno for node in old if isinstance(node, ast.ClassDef)}
+    mains = [n.lineno - 1 for n in old if isinstance(n, ast.If) and "__main__" in ast.unparse(n)]
     edits: list[tuple[int, int, list[str]]] = []  # replace lines [first, last) by these
-
-    def merge(old: list[ast.stmt], new: list[ast.stmt], end: int) -> None:
-        there = {(type(node), name_of(node)): node for node in old}
-        for node in new:
-            known = there.get((type(node), name_of(node)))
-            ours = new_lines[first_line(node) : node.end_lineno]
-            if isinstance(node, ast.ClassDef) and known:
-                merge(known.body, node.body, known.end_lineno)
-            elif known and name_of(node):
-                edits.append((first_line(known), known.end_lineno, ours))
-            else:
-                edits.append((end, end, ours))
-
-    old = ast.parse(text).body
-    starts = [node for node in old if isinstance(node, ast.If) and "__main__" in ast.unparse(node)]
-    merge(old, ast.parse(code).body, first_line(starts[-1]) if starts else len(lines))
+    for node in ast.parse(code).body:
+        begin = min(part.lineno for part in (node, *getattr(node, "decorator_list", []))) - 1
+        first = last = mains[-1] if mains else len(lines)
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            first = last = classes[node.name]
+            begin = node.body[0].lineno - 1
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in constants:
+            known = constants[ast.unparse(node.targets[0])]
+            first, last = known.lineno - 1, known.end_lineno
+        edits.append((first, last, new_lines[begin : node.end_lineno]))
     for first, last, ours in sorted(reversed(edits), key=lambda edit: -edit[0]):
         lines[first:last] = ours
     return "\n".join(lines) + "\n"
-
-
-def name_of(node: ast.stmt) -> str:
-    """Return the name that a statement defines, or "" for an import, a call or the like."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return node.name
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return targets[0].id if isinstance(targets[0], ast.Name) else ""
-
-
-def first_line(node: ast.stmt) -> int:
-    """Return the index of a statement's first line, or of its first decorator's."""
-    decorators = getattr(node, "decorator_list", [])
-    return min(part.lineno for part in (node, *decorators)) - 1
 
 
 # -----------------------------------------------------------------------------
@@ -480,16 +456,28 @@ class Run:
         self.out_dir = Path(out_dir)
 
     def records(self, kind: str | None = None) -> list[dict]:
-        return records(self.out_dir, kind)
+        """
+        Return the records of metrics.jsonl, either all or those of one kind, without lines that a
+        full disk has cut.
+        """
+        found = []
+        for line in (self.out_dir / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [record for record in found if kind in (None, record["kind"])]
 
     def column(self, kind: str, *names: str) -> list:
-        return column(self.out_dir, kind, *names)
+        """
+        Return a tuple of these fields for each record of a kind; for a single name, plain values.
+        """
+        rows = [tuple(record[name] for name in names) for record in self.records(kind)]
+        return [row[0] for row in rows] if len(names) == 1 else rows
 
     def steps(self, *names: str) -> list:
-        return column(self.out_dir, "step", *names)
+        return self.column("step", *names)
 
     def evals(self, *names: str) -> list:
-        return column(self.out_dir, "eval", *names)
+        return self.column("eval", *names)
 
     @property
     def saved(self) -> list[int]:
@@ -499,7 +487,8 @@ class Run:
 
     def state(self, iter_num: int = -1) -> dict:
         """Load the checkpoint of an iteration, or the newest one."""
-        return checkpoint(self.out_dir, self.saved[-1] if iter_num < 0 else iter_num)
+        it = self.saved[-1] if iter_num < 0 else iter_num
+        return torch.load(self.out_dir / f"ckpt-{it:08}.pt", weights_only=True)
 
     @property
     def best(self) -> dict:
@@ -510,29 +499,7 @@ class Run:
     @property
     def end(self) -> dict:
         """Return the record of the end of the last launch."""
-        return records(self.out_dir, "end")[-1]
-
-
-def records(out_dir: Path, kind: str | None = None) -> list[dict]:
-    """
-    Return the records of metrics.jsonl, either all or those of one kind, without lines that a full
-    disk has cut.
-    """
-    found = []
-    for line in (out_dir / "metrics.jsonl").read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [record for record in found if kind in (None, record["kind"])]
-
-
-def column(out_dir: Path, kind: str, *names: str) -> list:
-    """Return a tuple of these fields for each record of a kind; for a single name, plain values."""
-    rows = [tuple(record[name] for name in names) for record in records(out_dir, kind)]
-    return [row[0] for row in rows] if len(names) == 1 else rows
-
-
-def checkpoint(out_dir: Path, iter_num: int) -> dict:
-    return torch.load(out_dir / f"ckpt-{iter_num:08}.pt", weights_only=True)
+        return self.records("end")[-1]
 
 
 def same(a, b) -> bool:
@@ -546,20 +513,21 @@ def same(a, b) -> bool:
     return a == b
 
 
-def assert_same_run(left: Path, right: Path, iter_num: int, log_has_gaps: bool = False) -> None:
+def assert_same_run(left, right, iter_num: int, log_has_gaps: bool = False) -> None:
     """
     Check that two folders hold the same run: the training state saved after `iter_num` iterations,
     and the fields STEP and EVAL of its records, which do not depend on time. If the log of `right`
     has gaps, check the records that it has.
     """
-    a, b = checkpoint(left, iter_num), checkpoint(right, iter_num)
+    left, right = Run(left), Run(right)
+    a, b = left.state(iter_num), right.state(iter_num)
     for key in ("model", "scaler", "iter_num", "val_loss", "complete"):
         assert same(a[key], b[key]), key
     # The optimizer's groups may differ: they hold only the config's hyperparameters, and the last
     # update's learning rate.
     assert same(a["optimizer"]["state"], b["optimizer"]["state"])
     for kind, names in (("step", STEP), ("eval", EVAL)):
-        ours, theirs = column(left, kind, *names), column(right, kind, *names)
+        ours, theirs = left.column(kind, *names), right.column(kind, *names)
         assert ours == theirs or (log_has_gaps and all(record in ours for record in theirs))
 
 

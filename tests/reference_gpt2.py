@@ -1,6 +1,7 @@
 """
-Implement a second trainer in plain torch: GPT-2, AdamW, the schedule, the order of the windows and
-both evaluations. Nothing of the program is imported. Tests compare real runs with this trainer.
+Train GPT-2 a second time, in plain torch: the model, the schedule and both evaluations, with
+torch's AdamW and the order of the windows in reference_fast.py. Nothing of the program is imported.
+Tests compare real runs with this trainer.
 
     weights = reference_gpt2.weights(checkpoint["model"])
     run = reference_gpt2.train(weights, tokens, config)      changes `weights`, as training does
@@ -10,12 +11,11 @@ only by the rounding of its own float32.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
+from reference_fast import read_split, shuffled_windows
 from torch import Tensor
 
 Weights = dict[str, Tensor]  # by nanoGPT's names; without the head if it is tied to the embedding
@@ -39,12 +39,12 @@ def weights(state: Weights) -> Weights:
 # The model
 
 
-def loss_of(w: Weights, config: dict, rows: np.ndarray) -> Tensor:
+def loss_of(w: Weights, config: dict, windows: list[Tensor]) -> Tensor:
     """
-    Return GPT-2's mean loss in nats on windows (B, T + 1). The padding of the vocabulary takes part
-    in the softmax.
+    Return GPT-2's mean loss in nats on windows of T + 1 tokens. The padding of the vocabulary takes
+    part in the softmax.
     """
-    block = torch.from_numpy(rows)
+    block = torch.stack(windows)
     targets = block[:, 1:]
     logits = logits_of(w, config, block[:, :-1])
     return -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
@@ -94,42 +94,6 @@ def norm(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 # -----------------------------------------------------------------------------
-# The data
-
-
-def split(folder: Path, name: str) -> np.ndarray:
-    """Return all tokens of a split, its shards one after another."""
-    header = 512  # 256 int32, in uint16
-    shards = [np.fromfile(path, "<u2")[header:] for path in sorted(folder.glob(f"{name}_*.bin"))]
-    return np.concatenate(shards).astype(np.int64)
-
-
-def shuffled(ids: np.ndarray, T: int, seed: int) -> Iterator[np.ndarray]:
-    """
-    Yield the training windows. An epoch is every window once, in an order and from an offset that
-    follow from the seed and the epoch.
-    """
-    epoch = 0
-    while True:
-        random = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-        offset = int(random.integers(min(T, len(ids) - T)))
-        count = (len(ids) - 1 - offset) // T
-        for n in random.permutation(np.arange(count, dtype=np.int32)):
-            yield ids[offset + n * T :][: T + 1]
-        epoch += 1
-
-
-def batches(folder: Path, config: dict) -> Iterator[np.ndarray]:
-    """Yield the windows of each iteration, (sequences, T + 1)."""
-    ids = split(folder, "train")
-    T = config["block_size"]
-    windows = shuffled(ids, T, config["seed"])
-    sequences = config["batch_size"] * config["gradient_accumulation_steps"]
-    while True:
-        yield np.stack([next(windows) for _ in range(sequences)])
-
-
-# -----------------------------------------------------------------------------
 # Training
 
 
@@ -146,61 +110,44 @@ def cosine(config: dict) -> list[float]:
     return rates
 
 
-class AdamW:
-    """Implement AdamW (Loshchilov & Hutter 2019). Only matrices and embeddings decay."""
-
-    def __init__(self, w: Weights, config: dict):
-        self.w = w
-        self.betas = config["beta1"], config["beta2"]
-        self.decay = config["weight_decay"]
-        self.updates = 0
-        self.means = {name: torch.zeros_like(p) for name, p in w.items()}
-        self.squares = {name: torch.zeros_like(p) for name, p in w.items()}
-
-    @torch.no_grad()
-    def update(self, grads: Weights, lr: float) -> None:
-        self.updates += 1
-        for name, p in self.w.items():
-            self.means[name].lerp_(grads[name], 1 - self.betas[0])
-            self.squares[name].lerp_(grads[name].square(), 1 - self.betas[1])
-            mean = self.means[name] / (1 - self.betas[0] ** self.updates)
-            square = self.squares[name] / (1 - self.betas[1] ** self.updates)
-            if p.dim() > 1:
-                p *= 1 - lr * self.decay
-            p -= lr * mean / (square.sqrt() + 1e-8)
-
-
-def train(w: Weights, folder: Path, config: dict, rates: list[float] | None = None) -> Run:
-    """Train for max_iters iterations, at the given learning rates or those of cosine()."""
+def train(w: Weights, folder: Path, config: dict) -> Run:
+    """Train for max_iters iterations. Only matrices and embeddings decay."""
     run = Run([], [])
-    optimizer = AdamW(w, config)
-    data = batches(folder, config)
-    for it, lr in enumerate(rates or cosine(config)):
+    windows = shuffled_windows(read_split(folder, "train"), config["block_size"], config["seed"])
+    trained = [*w.values()]
+    groups = [
+        dict(params=[p for p in trained if p.dim() > 1], weight_decay=config["weight_decay"]),
+        dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(config["beta1"], config["beta2"]), foreach=False)
+    sequences = config["batch_size"] * config["gradient_accumulation_steps"]
+    for it, lr in enumerate(cosine(config)):
         if it % config["eval_interval"] == 0:
             run.evals.append((it, *evaluate(w, folder, config)))
-        loss = loss_of(w, config, next(data))
-        grads = dict(zip(w, torch.autograd.grad(loss, [*w.values()]), strict=True))
-        total = math.sqrt(sum(grad.square().sum().item() for grad in grads.values()))
-        scale = min(1.0, config["grad_clip"] / total)
-        optimizer.update({name: grad * scale for name, grad in grads.items()}, lr)
-        run.steps.append((loss.item(), lr, total))
+        loss = loss_of(w, config, [next(windows) for _ in range(sequences)])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, config["grad_clip"])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        run.steps.append((loss.item(), lr, norm.item()))
     run.evals.append((config["max_iters"], *evaluate(w, folder, config)))
     return run
 
 
 @torch.no_grad()
-def evaluate(w: Weights, folder: Path, config: dict) -> tuple[float, float]:
+def evaluate(w: Weights, folder: Path, config: dict) -> list[float]:
     """
     Return the train and val loss of an evaluation, on equally many windows of each split, spread
     over the whole of it.
     """
-    T = config["block_size"]
-    tokens = min(config["eval_tokens"], len(split(folder, "val")))
-    losses = []
+    T, losses = config["block_size"], []
+    tokens = min(config["eval_tokens"], len(read_split(folder, "val")))
     for name in ("train", "val"):
-        ids = split(folder, name)
+        ids = read_split(folder, name)
         available = (len(ids) - 1) // T
         count = min(tokens // T, available)
-        rows = [ids[n * available // count * T :][: T + 1] for n in range(count)]
-        losses.append(loss_of(w, config, np.stack(rows)).item())
-    return losses[0], losses[1]
+        starts = [n * available // count * T for n in range(count)]
+        losses.append(loss_of(w, config, [ids[at : at + T + 1] for at in starts]).item())
+    return losses

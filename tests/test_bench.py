@@ -12,9 +12,9 @@ import subprocess
 from pathlib import Path
 from unittest import mock
 
-import fork_server
 import pytest
 from cases import slow_but
+from fork_server import ForkedProcess
 from program import FAST, flags, run, write_tokens
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
@@ -51,10 +51,8 @@ def children(monkeypatch, tmp_path) -> list:
         if Path(command[1]).name != "train.py":
             return popen(command, **options)
         arguments = ["-c", NO_COMPILER + fork.code + RUN, *command[1:]]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        child = fork_server.ForkedProcess(
-            arguments, Path.cwd(), environment, False, output=options["stderr"]
-        )
+        said = options["stderr"].name
+        child = ForkedProcess(arguments, Path.cwd(), dict(os.environ), said, said)
         started.append(child)
         return child
 

@@ -4,13 +4,10 @@ Check a run's clock by itself. integration/test_time_limits.py has whole runs by
 
 import time
 from datetime import datetime, timedelta
-from unittest import mock
 
 import pytest
 
-from configurator import Config
-from run.clock import PAUSES, Clock, clock_time
-from run.log import Log
+from run.clock import Clock, clock_time
 
 
 def clock_at(seconds: float, monkeypatch, **ledger: float) -> Clock:
@@ -50,38 +47,6 @@ def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypat
     assert later.hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
     assert later.read()[0] == pytest.approx(33 / 3600)
-
-
-@pytest.mark.parametrize("category", PAUSES)
-def test_a_pause_books_the_seconds_before_it_to_steps_and_all_count_as_training(
-    category, monkeypatch
-):
-    clock = clock_at(0, monkeypatch)
-    monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
-    with clock.pause(category):
-        monkeypatch.setattr(time, "perf_counter", lambda: 15.0)
-    assert (clock.seconds["steps"], clock.seconds[category]) == (10, 5)
-    assert clock.hours() == pytest.approx(15 / 3600)
-
-
-def test_speed_counts_iterations_since_the_last_log_line(monkeypatch):
-    """
-    Leave out seven iterations of an earlier launch and the time of an evaluation, and wait for the
-    device before each lap.
-    """
-    now, waits = [0.0], []
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = Clock(0.0, lambda: waits.append(now[0]), dict(steps=500.0))
-    c = Config(batch_size=1, gradient_accumulation_steps=1, block_size=100)
-    log = mock.Mock(config=c, clock=clock, last_line=(7, 500.0))
-    now[0] = 30.0
-    assert Log.lap_iterations(log, 10) == (10.0, 300 / 30)
-    now[0] = 130.0
-    clock.lap("evaluation")  # no part of an iteration
-    now[0] = 138.0
-    assert Log.lap_iterations(log, 12) == (4.0, 200 / 8)
-    assert clock.seconds["steps"] == 538 and clock.seconds["evaluation"] == 100
-    assert waits == [30.0, 130.0, 138.0]
 
 
 def test_prints_clock_times_to_the_minute_with_the_zone_and_a_date_unless_today(monkeypatch):

@@ -13,15 +13,14 @@ from unittest import mock
 import pytest
 import torch
 from cases import slow_but
-from program import ROOT, run
+from program import run
 from torch import Tensor
 from torch.nn import functional as F
 
 import model
 import model_fast
-from bench import RECIPES
 from common.console import UserError
-from configurator import Config, load_config
+from configurator import Config
 from machine import compile_check, hardware
 from machine.compile_check import compile_checked, compile_model, eager_float32, try_code
 from model import GPTConfig
@@ -316,15 +315,6 @@ def test_bench_check_passes_a_machine_without_faults(dtype, monkeypatch):
 @pytest.mark.slow
 def test_bench_check_compiles_for_real_and_passes_this_machine():
     assert verdict_of() == RIGHT
-
-
-@pytest.mark.parametrize("recipe, config", [("gpt2", "gpt124m_4070"), ("fast", "fast")])
-def test_bench_check_uses_the_models_of_the_124m_configs(recipe, config):
-    """Use their biases and head size, because others run other kernels."""
-    checked, trained = RECIPES[recipe], load_config([f"{ROOT}/config/{config}.py"])
-    assert isinstance(checked, FastConfig) == (trained.model == "fast")
-    assert checked.bias == trained.bias
-    assert checked.n_embd // checked.n_head == trained.n_embd // trained.n_head
 
 
 def fails(y, v):

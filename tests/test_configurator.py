@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from program import ROOT, flags, run
 
 from common.console import UserError
-from configurator import (
-    FIELDS,
-    Config,
-    config_text,
-    load_config,
-    parse_value,
-    read_config,
-)
+from configurator import FIELDS, Config, config_text, load_config, parse_value, read_config
 
 
 def write(tmp_path, text: str, name: str = "c.py") -> str:
@@ -287,11 +280,3 @@ def test_expands_a_tilde_in_a_flag_to_the_home_folder(monkeypatch):
     """Expand ~ in --out_dir=~/runs, which shells leave alone after a =."""
     monkeypatch.setenv("HOME", "/home/somebody")
     assert load_config(["--out_dir=~/runs/a"]).out_dir == "/home/somebody/runs/a"
-
-
-def test_decay_lr_false_turns_warmup_off_as_in_nanogpt(tmp_path):
-    """Warm up only if a flag after decay_lr = False asks for it."""
-    path = write(tmp_path, "decay_lr = False\nlearning_rate = 3e-5\n")
-    assert load_config([path]).warmup_iters == 0
-    assert load_config([path, "--warmup_iters=10"]).warmup_iters == 10
-    assert load_config(["--warmup_iters=10", path]).warmup_iters == 10

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
-from program import ROOT, column, finish, flags, run, start, train
+from program import ROOT, flags, run
 
 from common import environment
 from common.console import UserError, is_out_of_memory
 from configurator import Config, load_config
 from machine import cost, hardware
 from machine.cost import count_flops
-from machine.gpus import find_row, read_gpu_table, row_peak
+from machine.gpus import find_row, row_peak
 from machine.hardware import Hardware
 from model import GPT, GPTConfig, mean_loss
 from model_fast import FastConfig, model_config
@@ -67,8 +67,7 @@ def test_counts_the_flops_of_both_124m_models(config):
 
 @pytest.mark.parametrize("kind", [GPTConfig, FastConfig])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, dict(flash=False), dict(loss_chunk="7"), dict(dropout=0.1, bias=True)],
+    "changes", [{}, dict(flash=False), dict(loss_chunk="7"), dict(dropout=0.1, bias=True)]
 )
 def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
     """Ignore plain attention, a chunked loss, dropout and biases."""
@@ -169,9 +168,7 @@ def machine(monkeypatch):
         for (module, name), answer in answers.items():
             monkeypatch.setattr(module, name, lambda *_, answer=answer: answer)
         model = f"model name\t: {here.cpu}\n" if here.cpu else ""
-        files = {
-            Path("/proc/cpuinfo"): f"processor : 0\n{model}",
-        }
+        files = {Path("/proc/cpuinfo"): f"processor : 0\n{model}"}
 
         def read(path, *words, **keys) -> str:
             return files[path] if path in files else read_text(path, *words, **keys)
@@ -284,24 +281,6 @@ def test_measures_a_matmul_of_random_numbers(monkeypatch):
     assert seen[0].std().item() == pytest.approx(1, abs=0.02)
 
 
-TINY = dict(n_layer=1, max_iters=2, eval_interval=100, eval_tokens=64)
-
-
-def test_a_resume_with_dtype_auto_keeps_the_runs_dtype(tiny, machine):
-    """
-    Keep bfloat16 on a machine where auto would mean float32, and change it only if another is
-    named.
-    """
-    keys = tiny | dict(dtype="auto")
-    machine(amx=True)
-    train(**keys)
-    machine()
-    train(**keys | dict(max_iters=3))
-    result = train(**keys | dict(max_iters=4, dtype="float32", init_from="resume"))
-    assert column(tiny["out_dir"], "start", "dtype") == ["bfloat16", "bfloat16", "float32"]
-    assert "resume: dtype = 'float32' (was 'bfloat16')" in result.out
-
-
 MANY = dict(gradient_accumulation_steps=1600)  # 102,400 tokens per iteration
 ON_PURPOSE = [MANY | dict(device="cpu"), {}]
 
@@ -376,13 +355,6 @@ def test_sets_the_allocators_and_the_compilers_variables_unless_the_user_has(
     assert {name: os.environ[name] for name in names & os.environ.keys()} == given | added
 
 
-def test_torchs_compiler_obeys_the_switch_that_train_sets():
-    """Import train.py and find mix_order_reduction off in torch's compiler."""
-    code = "import train, torch._inductor.config as inductor; print(inductor.triton.{})"
-    switched = start("-c", code.format("mix_order_reduction"), only_torch=True)
-    assert finish(switched).out == "False\n"
-
-
 @pytest.mark.parametrize(
     "system, release, limits",
     [("win32", "11", [0.75]), ("linux", WSL, [0.75]), ("linux", "6.8.0-generic", [])],
@@ -395,51 +367,6 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(system, releas
     seen = machine(system=system, release=release, gpu="a card")
     runpy.run_path(hardware.__file__)["set_up"](Config(peak_tflops=1.0))
     assert seen == pytest.approx(limits)
-
-
-def test_finds_every_gpu_in_the_table_by_name_except_laptop_gpus():
-    """
-    Skip the names of laptop GPUs, because their peaks depend on the power limit. Some cards are
-    sold with two memory sizes, and torch reports the same name and SMs for both.
-    """
-    columns = "name sm_count bf16_tflops fp16_tflops fp32_tflops".split()
-    for row in read_gpu_table():
-        for alias in row["name"].split("|"):
-            if "Laptop" in alias:
-                continue
-            found = find_row(alias, int(row["sm_count"]) if row["sm_count"] else None)
-            assert found and [found[name] for name in columns] == [row[name] for name in columns]
-
-
-RESIDENT = """
-import re, torch
-from configurator import Config
-from machine import hardware
-def resident():
-    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
-def grown(before):
-    torch.ones(2**26)
-    return resident() - before
-print(grown(resident()))
-hardware.set_up(Config(device="cpu", dtype="float32"))
-print(grown(resident()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc"
-    or any(name == "LD_PRELOAD" or "MALLOC" in name for name in os.environ),
-    reason="needs glibc's malloc with its default settings",
-)
-def test_a_freed_tensors_memory_stays_with_the_process():
-    """
-    Keep a block of 256 MB, which glibc would unmap at once, because touching new pages takes time.
-    """
-    result = finish(start("-c", RESIDENT, only_torch=True))
-    assert result.code == 0, result.err
-    without, with_set_up = map(float, result.out.split())
-    assert without < 100 and with_set_up > 200
 
 
 # threads that run, CPUs, CPUs to a core, the user's variables; the spins before a thread sleeps

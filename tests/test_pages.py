@@ -3,21 +3,13 @@ Check README, docs/ and results/: links lead somewhere, commands parse, the file
 they name exist.
 """
 
-import ast
 import itertools
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import doc_pages
 import pytest
-import yaml
-from doc_pages import GUIDES, PAGES, README, page_name, read
-from packaging.requirements import Requirement
+from doc_pages import GUIDES, PAGES, page_name, read
 from program import ROOT
 
 from configurator import load_config
@@ -81,80 +73,5 @@ def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 
-def strings(path: Path) -> set[str]:
-    """Return the strings in a Python file, of f-strings the text around values. No docstrings."""
-    nodes = [*ast.walk(ast.parse(read(path)))]
-    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    constants = {node for node in nodes if isinstance(node, ast.Constant)} - docstrings
-    return {node.value for node in constants if isinstance(node.value, str)}
-
-
-def test_troubleshooting_quotes_messages_that_the_program_prints():
-    """Other programs' messages have the program's name before them."""
-    page = read("docs/troubleshooting.md")
-    tables = re.findall(r"^\| message \|.*\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
-    rows = [row for table in tables for row in table.splitlines()]
-    cells = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
-    quoted = [message for cell in cells for message in re.findall("`(.*?)`", cell)]
-    paths = [path for name in (".", *FOLDERS) for path in (ROOT / name).glob("*.py")]
-    printed = {text for path in paths for text in strings(path)}
-    assert quoted
-    for message in quoted:
-        parts = [part.strip() for part in message.split("...")]
-        assert all(any(part in text for text in printed) for part in parts), message
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other locales")
-def test_the_command_against_duplicates_keeps_one_of_each_line(tmp_path):
-    """
-    In most languages' locales, lines of Korean words of equal lengths sort as equal. Without
-    Debian's package locales, which localedef needs, the lines sort by their bytes.
-    """
-    (command,) = re.findall(r"`([^`]*\bsort [^`]* > unique.jsonl)`", read(ROOT / "docs/data.md"))
-    lines = ["가나 다라", "마바 사아", "자차 카타"]
-    (tmp_path / "my.jsonl").write_text("".join(f"{line}\n" for line in [*lines, *lines]))
-    make = ["localedef", "-i", "en_US", "-f", "UTF-8", str(tmp_path / "en_US.UTF-8")]
-    if shutil.which("localedef"):
-        subprocess.run(make, capture_output=True)
-    env = os.environ | dict(LOCPATH=str(tmp_path), LANG="en_US.UTF-8")
-    env = {name: value for name, value in env.items() if not name.startswith("LC_")}
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, check=True)
-    assert sorted((tmp_path / "unique.jsonl").read_text().splitlines()) == lines
-
-
 # -----------------------------------------------------------------------------
 # Installing and testing
-
-
-def test_pip_uv_and_ci_install_and_test_the_same():
-    """
-    Leave torch unpinned on Windows, where pip would replace a build with CUDA by PyPI's, which has
-    none. Bound Python for uv, which would take one that the tested torch does not support.
-    """
-    pins = [line for line in read("constraints.txt").splitlines() if not line.startswith("#")]
-    (torch,) = [pin for pin in map(Requirement, pins) if pin.name == "torch"]
-    binds = [torch.marker.evaluate({"sys_platform": name}) for name in ("linux", "darwin", "win32")]
-    assert binds == [True, True, False]
-    code = (ROOT / "machine").glob("*.py")
-    texts = "".join(map(read, [*GUIDES, ".github/workflows/ci.yml", *code]))
-    versions = re.findall(r"torch==([\d.]+)", texts)
-    assert len(versions) >= 4 and {f"=={version}" for version in versions} == {str(torch.specifier)}
-
-    (command,) = re.findall("^pytest .*$", read(README), re.MULTILINE)
-    assert command in read(".ci/run") and command in read("CONTRIBUTING.md")
-    assert f"\nuv run --extra dev {command}\n" in read(README)
-    jobs = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
-    steps = {name: [step.get("run") for step in job["steps"]] for name, job in jobs.items()}
-    assert ".ci/run" in steps["linux"] and command in steps["others"]
-
-    settings = tomllib.loads(read("pyproject.toml"))
-    project = settings["project"]
-    assert settings["tool"]["uv"]["constraint-dependencies"] == pins
-    groups = {"": project["dependencies"], "-dev": project["optional-dependencies"]["dev"]}
-    for name, ours in groups.items():
-        lines = [
-            line.partition("#")[0].strip() for line in read(f"requirements{name}.txt").splitlines()
-        ]
-        assert ours == [line for line in lines if line and not line.startswith("-r")]
-    (oldest, newest) = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", read("docs/install.md"))[0]
-    assert project["requires-python"] == f">=3.{oldest},<3.{int(newest) + 1}"

@@ -5,20 +5,16 @@ and test_bad_input.py tests bad command lines.
 """
 
 import hashlib
-import json
 import os
 import random
 import re
 import shlex
 import signal
 import subprocess
-import threading
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from cases import slow
 from documents import (
@@ -34,20 +30,9 @@ from documents import (
     write_jsonl,
     write_parquet,
 )
-from program import (
-    ROOT,
-    Result,
-    contents,
-    finish,
-    needs_signals,
-    refused,
-    run,
-    start,
-    wait_for_line,
-)
+from program import ROOT, Result, contents, finish, needs_signals, refused, run, start
 
-from common.console import UserError
-from data import prepare_fineweb, prepare_text, writer
+from data import prepare_text, writer
 from data.text import Document, Place, Source
 from data.tokenizer import Tokenizer, read_bpe
 
@@ -164,15 +149,6 @@ def test_a_split_or_shard_ends_with_the_document_that_reaches_its_size(shard_tok
         assert held == [shard for shard in made if shard]
 
 
-# The shards that these files and flags have always made. A checkpoint knows its dataset by the
-# shards' names and sha256, so a run resumes on a folder that is prepared again.
-SHARDS = {
-    "rows.parquet --val_fraction=0.0625 --shard_tokens=5k --tokens=12k": "07107223ea30c6cf",
-    "rows.jsonl --val_fraction=0.0625 --shard_tokens=5k": "1847481293ed1d60",
-    "book.txt rows.jsonl --val_fraction=0.2": "51c87e7aca62370e",
-}
-
-
 def command(line: str, out: Path) -> list:
     """
     Return the script and arguments that prepare the files named in `line`, with its flags; tokens
@@ -180,7 +156,7 @@ def command(line: str, out: Path) -> list:
     """
     names = [word for word in line.split() if not word.startswith("--")]
     flags = [word for word in line.split() if word.startswith("--")]
-    if not names[0].startswith(("rows", "many")):
+    if not names[0].startswith("rows"):
         return [TEXT, *names, "--tokenizer=byte", *flags, f"--out={out}"]
     return [FINEWEB, *HUB, *flags, f"--out={out}"]
 
@@ -188,19 +164,7 @@ def command(line: str, out: Path) -> list:
 def write_sources(folder: Path) -> None:
     write_parquet(folder / "rows.parquet", TEXTS[:250])
     write_jsonl(folder / "rows.jsonl", TEXTS[:250])
-    table = pa.table({"text": TEXTS})
-    pq.write_table(table, folder / "many.parquet", row_group_size=2)  # 350 row groups
     (folder / "book.txt").write_text("\n\n".join(TEXTS[250:400]), "utf-8")
-
-
-@pytest.mark.parametrize("line", SHARDS)
-def test_a_command_makes_the_same_shards_as_in_earlier_versions(line, tmp_path):
-    write_sources(tmp_path)
-    script, *arguments = command(line, tmp_path / "out")
-    with on_hub(line.split()[0]):
-        prepare(*arguments, script=script)
-    made = json.dumps(digests(tmp_path / "out"), sort_keys=True)
-    assert hashlib.sha256(made.encode()).hexdigest()[:16] == SHARDS[line]
 
 
 # -----------------------------------------------------------------------------
@@ -228,18 +192,6 @@ def test_fewer_tokens_are_the_beginning_of_both_splits_and_each_row_is_read_once
     for split in ("train", "val"):
         few, every = (stored(Path(name), split) for name in ("few", "all"))
         assert 1000 < len(few) < len(every) and few == every[: len(few)]
-
-
-def test_all_large_folders_of_a_dataset_have_one_validation_text(monkeypatch):
-    monkeypatch.setattr("data.text.MOST_HELD_OUT", 2000)
-    write_parquet(Path("a.parquet"), TEXTS)
-    with on_hub("a.parquet"):
-        for name, flags in dict(few=["--tokens=40k"], bpe=["--tokenizer=bpe:300"], all=[]).items():
-            prepare(*FLAGS, *flags, f"--out={name}")
-    val = stored_texts(Path("all"), "val")
-    assert stored_texts(Path("few"), "val") == val_of_bpe() == val
-    held = sum(map(len, val))
-    assert 2000 <= held < 2000 + max(map(len, TEXTS))
 
 
 @pytest.mark.parametrize(
@@ -284,12 +236,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-THIRTEEN = (1, 2, 3, 4, 1, 2, 3, 2, 3, 4, 2, 3, 4)  # the moments at which one preparation is killed
 # each signal with the exit code and the words that follow it
-ENDS = {
-    "SIGKILL": (-signal.SIGKILL, ""),
-    "SIGINT": (128 + signal.SIGINT, ""),
-}
+ENDS = {"SIGKILL": (-signal.SIGKILL, ""), "SIGINT": (128 + signal.SIGINT, "")}
 
 
 @needs_signals
@@ -301,7 +249,6 @@ ENDS = {
         # the last shard, which is short, is there already, but the folder is not yet complete
         ("rows.parquet --val_fraction=0.2 --shard_tokens=1k --tokens=2k", "--tokens=1500", (7,)),
         slow(("rows.jsonl --val_fraction=0.05 --shard_tokens=3k --tokenizer=bpe:300", "", (1, 2))),
-        slow(("many.parquet --val_fraction=0.05 --shard_tokens=3k", "", THIRTEEN)),
     ],
 )
 def test_a_killed_preparation_continues_to_the_same_bytes(line, before, moments, tmp_path):
@@ -408,27 +355,6 @@ def test_documents_are_read_only_so_far_ahead():
     assert read.pop() <= 65 * 64 + 1
 
 
-HOLDS_THE_LOCK = """
-import sys, time
-from common.files import try_lock
-with open(sys.argv[1], "ab") as file:
-    print("locked:", try_lock(file), flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_second_preparation_in_one_folder_waits(tmp_path):
-    write_sources(tmp_path)
-    flags = [*FLAGS, "--out=out"]
-    Path("out").mkdir()
-    first = start("-c", HOLDS_THE_LOCK, str(tmp_path / "out/lock"))
-    wait_for_line(first, "locked: True")
-    threading.Timer(0.5, first.kill).start()
-    result = prepare_from_hub("rows.jsonl", *flags)
-    assert result.code == 0 and "out: another process is writing to it; waiting" in result.out
-    finish(first)
-
-
 # -----------------------------------------------------------------------------
 # The hub
 
@@ -486,21 +412,6 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
     assert (code, err) == (0, "") and "complete, nothing to do" in said
 
 
-@pytest.mark.parametrize(
-    "flags, asked",
-    [
-        ("", ("HuggingFaceFW/fineweb-edu", "sample-10BT")),
-        ("--dataset=fineweb --name=sample-100BT", ("HuggingFaceFW/fineweb", "sample-100BT")),
-        ("--dataset=org/name --name=small", ("org/name", "small")),
-    ],
-)
-def test_flags_choose_the_hubs_dataset(flags, asked):
-    hub_files = mock.Mock(side_effect=UserError("asked"))
-    with mock.patch("data.prepare_fineweb.hub_files", hub_files), pytest.raises(UserError):
-        prepare_fineweb.main([*flags.split(), "--tokenizer=byte"])
-    assert hub_files.call_args.args[:2] == asked
-
-
 def test_without_a_network_nothing_is_begun(tmp_path):
     result = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
     refused(result, "org/name: ", "check the names and the network")
@@ -531,19 +442,3 @@ def test_prints_a_training_command_for_the_prepared_dataset():
     train = run("train.py", words[4], *small)
     assert words[3] == "config/own_text.py"
     assert train.code == 0 and "data: data/my notes, " in train.out, train
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ([], "own_text.md CONFIG --dataset=a --out_dir=out/a"),
-        (["--tokenizer=gpt2", "--out=elsewhere"], "own_text.md CONFIG --dataset=elsewhere"),
-    ],
-)
-def test_a_text_for_a_larger_model_is_sent_to_the_page_that_names_tokenizers(
-    flags, words, monkeypatch, gpt2_bpe
-):
-    monkeypatch.setattr(writer, "SMALL_TEXT", 100)
-    Path("a.txt").write_text("a line\n" * 400)
-    said = prepare("a.txt", *flags, script=TEXT).out.splitlines()[-2:]
-    assert "which tokenizer" in said[0] and all(word in " ".join(said) for word in words.split())

@@ -2,7 +2,7 @@
 
 import pytest
 from cases import slow_but
-from program import checkpoint, column, train
+from program import Run, train
 from reference_fast import Trainer
 
 from optimizer import NEWTON_SCHULZ
@@ -73,7 +73,7 @@ def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
     keys = RECIPE | changes | dict(dtype=dtype)
     command = keys | ONLY_TRAIN_PY | computed | dict(dataset=tokens, out_dir=tmp_path)
     train(**command | dict(max_iters=0))
-    first = checkpoint(tmp_path, 0)["model"]
+    first = Run(tmp_path).state(0)["model"]
     train(**command, init_from="resume")
     second = Trainer(first, tokens, **keys)
     steps = []
@@ -87,15 +87,15 @@ def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
 
     close = TOLERANCES[dtype]
     its, losses, rates, norms = zip(*steps, strict=True)
-    assert column(tmp_path, "step", "iter") == list(its)
-    assert column(tmp_path, "step", "loss") == pytest.approx(losses, abs=close["loss"])
-    assert column(tmp_path, "step", "lr") == pytest.approx(rates, rel=1e-8)  # nine digits are kept
-    assert column(tmp_path, "step", "grad_norm") == pytest.approx(norms, rel=close["norm"])
-    found = column(tmp_path, "eval", "iter", "train_loss", "val_loss")
+    assert Run(tmp_path).steps("iter") == list(its)
+    assert Run(tmp_path).steps("loss") == pytest.approx(losses, abs=close["loss"])
+    assert Run(tmp_path).steps("lr") == pytest.approx(rates, rel=1e-8)  # nine digits are kept
+    assert Run(tmp_path).steps("grad_norm") == pytest.approx(norms, rel=close["norm"])
+    found = Run(tmp_path).evals("iter", "train_loss", "val_loss")
     for a, b in zip(found, evals, strict=True):
         assert a == pytest.approx(b, abs=close["loss"])
     for it, tolerance in zip((2, ITERATIONS), close["moved"], strict=True):
-        saved = checkpoint(tmp_path, it)["model"]
+        saved = Run(tmp_path).state(it)["model"]
         for name, weight in weights[it].items():
             moved = (weight - first[name]).norm()
             assert (saved[name] - weight).norm() <= tolerance * moved, (it, name)

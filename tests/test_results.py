@@ -6,7 +6,7 @@ import re
 import shlex
 
 import pytest
-from doc_pages import GUIDES, code_blocks, holds, numbers, page_name, plan, read, shows
+from doc_pages import GUIDES, code_blocks, holds, numbers, page_name, plan, read
 from program import ROOT
 
 from configurator import load_config
@@ -108,30 +108,6 @@ def test_an_example_of_plan_on_a_page_shows_the_figures_that_the_command_prints(
     config, *flags = words
     printed = plan(config.removesuffix(".py"), *flags)["out"].splitlines()
     assert {(*numbers(line),) for line in shown} <= {(*numbers(line),) for line in printed}
-
-
-@pytest.mark.parametrize("config, gpu", [("gpt124m_a100", "a100"), ("gpt124m_4070", "4090")])
-def test_the_page_of_several_gpus_shows_plans_speed_of_eight(config, gpu):
-    alone, eight = (plan(config, f"--gpu={gpu}", f"--gpus={n}")["iter_seconds"] for n in (1, 8))
-    assert shows("docs/several_gpus.md", [alone / eight])
-
-
-def test_the_page_of_the_fast_recipe_shows_plans_tokens_for_a_shorter_night():
-    p = plan("fast", "--gpu=4070", "--hours=6")
-    assert shows("docs/fast_recipe.md", [p["total_tokens"] / 1e9])
-    assert plan("fast", "--gpu=4070", "--hours=8")["max_iters"] >= 2750  # "the whole run"
-
-
-SPEED = """
-    batch_size tokens_per_iter learning_rate compile tf32 dtype flash pad_vocab_multiple tie_weights
-""".split()
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_config_shows_the_keys_that_decide_its_speed_and_saves_by_the_clock(config):
-    """A number of iterations between saves would be hours on one card and seconds on another."""
-    keys = load_config([str(ROOT / f"config/{config}.py")]).set_keys
-    assert {*SPEED} <= keys and "checkpoint_interval" not in keys
 
 
 @pytest.mark.parametrize("config, gpu", CONFIGS.items())

@@ -6,7 +6,6 @@ parquet. The commands prepare each source, and the tests read the shards back.
 import codecs
 import gzip
 import json
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -14,18 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from documents import (
-    check_folder,
-    manifest_of,
-    on_hub,
-    stored,
-    stored_texts,
-    write_jsonl,
-    write_parquet,
-)
+from documents import check_folder, manifest_of, on_hub, stored, stored_texts, write_parquet
 from program import Result, refused, run
 
-from data.text import Source, local_files
 from data.tokenizer import Tokenizer
 
 FILLING = [f"filling {n} " * 9 for n in range(60)]  # so that each split has enough text
@@ -110,51 +100,12 @@ def test_linked_folders_are_read_once_and_a_broken_link_to_text_is_refused():
     assert "notes/lost.txt: No such file" in result.err
 
 
-def test_all_files_of_a_disk_without_inode_numbers_are_read(monkeypatch):
-    """Such a network disk gives each file the number 0, and one name."""
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text(name)
-    numbered = os.stat
-
-    def not_numbered(*path, **options) -> os.stat_result:
-        found = [*numbered(*path, **options)]
-        return os.stat_result([found[0], 0, *found[2:]])
-
-    monkeypatch.setattr("os.stat", not_numbered)
-    assert local_files(["a.txt", "b.txt"], (".txt",)) == ["a.txt", "b.txt"]
-
-
-LEFT_OUT = {
-    ".b.txt.icloud": lambda path: path.write_bytes(b"bplist00"),  # not yet downloaded from iCloud
-    "pipe.txt": lambda path: os.mkfifo(path),
-}
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_file_whose_text_cannot_be_read_here_is_named_among_those_left_out(name):
-    Path("notes").mkdir()
-    Path("notes/a.txt").write_text("here " * 200)
-    LEFT_OUT[name](Path("notes", name))
-    result = prepare_text("notes", "--val_fraction=0.2")
-    assert f"notes: 1 files are left out, such as notes/{name}" in result.err
-
-
 @pytest.mark.parametrize("name", ["enwik8", "table/a.csv", "a.json", "saved/a.arrow"])
 def test_a_file_that_cannot_be_read_is_refused_with_the_kinds_that_can(name):
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("words " * 90)
     for given in (name, f"{name[:3]}*", name.partition("/")[0]):
         refused(prepare_text(given), given, ".txt, .md, .py, .parquet, .jsonl")
-
-
-def test_a_tilde_in_tokenizer_or_out_is_the_home_folder(work, monkeypatch):
-    monkeypatch.setenv("HOME", str(work))
-    write_parquet(Path("a.parquet"), FILLING * 9)
-    assert run("data/prepare_text.py", "a.parquet", "--out=~/b", "--tokenizer=bpe:300").code == 0
-    flags = ["--tokenizer=~/b/tokenizer.json", "--out=~/mine"]
-    result = run("data/prepare_text.py", "a.parquet", *flags)
-    assert result.code == 0, result.err
-    assert manifest_of(Path("mine"))["vocab"] == 300
 
 
 # -----------------------------------------------------------------------------
@@ -169,17 +120,6 @@ ENCODINGS = {  # what a file holds, with the text that it means
     "UTF-16": (GERMAN.encode("utf-16"), GERMAN),
     "UTF-16, other end first": (codecs.BOM_UTF16_BE + GERMAN.encode("utf-16-be"), GERMAN),
 }
-
-
-def test_a_parquet_file_counts_by_its_text_and_a_packed_one_by_its_bytes():
-    """So that 5 GB of compressed parquet hold out no more than 5 GB of text."""
-    texts = [f"{number} {'words ' * 1000}" for number in range(500)]
-    write_parquet(Path("a.parquet"), texts)
-    Path("b.jsonl.gz").write_bytes(gzip.compress(write_jsonl(Path("b.jsonl"), texts).read_bytes()))
-    size = sum(map(len, texts))
-    assert Source(["a.parquet"]).size() == pytest.approx(size, rel=0.01)
-    assert os.path.getsize("a.parquet") < size / 4
-    assert Source(["b.jsonl.gz"]).size() == os.path.getsize("b.jsonl.gz")
 
 
 @pytest.mark.parametrize("name", ENCODINGS)

@@ -9,13 +9,7 @@ from dataclasses import replace
 import pytest
 
 from configurator import Config
-from train import (
-    evaluation_due,
-    get_lr,
-    run_length,
-    save_due,
-    why_over,
-)
+from train import evaluation_due, get_lr, run_length, save_due, why_over
 
 # -----------------------------------------------------------------------------
 # Each question by itself

@@ -11,24 +11,14 @@ import json
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
 from char_dataset import write_letters
-from fault_injection import watched
 from hf_reference import random_gpt2
-from program import (
-    ROOT,
-    TINY_RUN,
-    finish,
-    flags,
-    run,
-    start,
-    write_tokens,
-)
+from program import ROOT, TINY_RUN, run, write_tokens
 
 TINY = TINY_RUN | dict(dataset="tokens", out_dir="new")
 TINY |= dict(max_iters=2, eval_interval=2, eval_tokens=64, peak_tflops=0)
@@ -36,16 +26,12 @@ TINY |= dict(max_iters=2, eval_interval=2, eval_tokens=64, peak_tflops=0)
 COMMAND_LINE = [
     ("train.py tiny.py --learn_rate=1e-3", "--learn_rate learning_rate"),
     ("train.py tiny.py --batch_size 4", "--batch_size --key=value", "4 no such config"),
-    ("train.py tiny.py -batch_size=4", "-batch_size --key=value"),
     ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile True or False 'maybe'"),
     ("train.py tiny.py --out_dir=", "--out_dir path ''"),  # as in --out_dir=$DIR without a DIR
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
-    ("train.py tiny.py --learning_rate=1e999", "--learning_rate finite"),
     ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
-    ("train.py tiny.py --dtype=fp16", "float32, bfloat16, float16"),
     ("train.py tiny.py --device=gpu", "cuda:N"),
-    ("train.py tiny.py --loss_chunk=some", "loss_chunk auto off 1024"),
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter use 96"),
     ("train.py tiny.py --model=fast --tie_weights=True", "--tie_weights=False"),
     ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
@@ -104,14 +90,11 @@ FIXED = [
 TOOLS = [
     ("sample.py --out_dir=out/nowhere", "no such out_dir,"),
     ("sample.py --out_dir=run --device=cpu --temprature=1", "--temperature"),
-    ("sample.py --out_dir=run --device=cpu --batch_size=4", "--batch_size unknown"),
     ("sample.py --out_dir=run --device=cpu --start=FILE:nowhere.txt", "No such file"),
     ("sample.py --out_dir=run --num_samples=0 --temperature=-1", "1 or more", "0 or more"),
-    ("train.py tiny.py --seed=9223372036854775808", "seed whole number"),
     ("train.py tiny.py --init_from=lora.pt --out_dir=new", "lora.pt lora_rank=0 model.py"),
     ("bench.py lader", "no such config"),
     ("bench.py tiny.py --batch_sise=4", "batch_sise batch_size"),
-    ("bench.py tiny.py --row=--batch_sise=4", "batch_sise batch_size"),
     ("bench.py plan tiny.py --gpu=rtx9999", "'rtx9999' machine/gpus.csv"),
     ("bench.py plan tiny.py --gpu=4070 --hours=-1", "hours 0 or more"),
     (
@@ -119,15 +102,11 @@ TOOLS = [
         "Tesla T4 bfloat16 peak --iter_seconds",
     ),
     ("bench.py plan tiny.py --gpu=4070 --gpus=3", "tokens_per_iter among 3 processes"),
-    ("bench.py plan tiny.py --dataset_tokens=inf", "dataset_tokens 'inf'"),
-    ("bench.py plan tiny.py --iter_seconds=2,0", "iter_seconds '2,0'"),
     ("bench.py plan tiny.py --peak_tflops=0", "gpu peak --gpu=NAME --iter_seconds"),
     ("bench.py plan tiny.py --gpu=4070 --init_from=run --n_layer=3", "--n_layer=2"),
-    ("compare.py", "required"),
     ("compare.py empty", "metrics.jsonl out/quickstart"),
     ("compare.py book.txt", "no iteration out/quickstart"),
     ("train.py tiny.py --out_dir=gone/x", "gone exists"),
-    ("convert.py", "required"),
     ("convert.py run tokens", "tokens not empty"),
     ("convert.py nan.pt out", "nan.pt wte.weight older"),
     ("sample.py --init_from=page.pt", "page.pt: damaged"),
@@ -162,7 +141,6 @@ PREPARATION = [
     ("data/prepare_text.py book.txt --out=chars", "another program --out"),
     ("data/prepare_text.py book.txt --out=book.txt", "File exists"),
     ("data/prepare_fineweb.py --tokens=lots --out=out", "--tokens such as 8 or 10M"),
-    ("data/prepare_fineweb.py --token=1M", "unrecognized"),
 ]
 
 
@@ -300,31 +278,3 @@ BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + FIXED + TOOLS + PREPARATION
 @pytest.mark.parametrize("row", BAD_STARTS, ids=[row[0] for row in BAD_STARTS])
 def test_a_bad_command_prints_one_error_per_problem_and_changes_no_file(row, world, monkeypatch):
     check(world, monkeypatch, *row)
-
-
-# root may look into any folder, so this code first gives up all privileges
-UNPRIVILEGED = """
-import ctypes
-version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-assert ctypes.CDLL(None).capset(version_3, none) == 0
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
-@pytest.mark.parametrize(
-    "key, name, mode",
-    [
-        ("out_dir", "private/x", 0),
-        ("dataset", "private/x", 0),
-        ("dataset", "private", 0),
-        ("dataset", "private", 0o300),
-    ],
-)
-def test_a_folder_without_permission_gives_one_error(key, name, mode, world, tmp_path):
-    (tmp_path / "private").mkdir(mode=mode)
-    keys = dict(dataset=world / "tokens", out_dir=tmp_path / "new") | {key: tmp_path / name}
-    words = [*watched(before=UNPRIVILEGED), str(world / "tiny.py"), *flags(**keys)]
-    result = finish(start(*words))
-    assert result.code == 1
-    assert_refused(result.err.splitlines(), (f"{name} Permission denied",))
-    assert not (tmp_path / "new").exists()

@@ -10,7 +10,7 @@ import torch
 from program import flags, refused, run
 
 from common.console import UserError
-from configurator import Config, config_values, load_config
+from configurator import Config, config_values
 from machine.cost import fit_device
 from machine.hardware import Hardware
 from model_fast import model_config
@@ -34,31 +34,6 @@ def keys(tiny) -> dict:
 def config(tmp_path) -> Path:
     (tmp_path / "mine.py").write_text(BATCH)
     return tmp_path / "mine.py"
-
-
-@pytest.mark.parametrize(
-    "after, processes, accumulation",
-    [
-        ([], 1, 8),
-        (["--batch_size=8"], 1, 4),
-        (["--batch_size=3"], 1, 16),  # 2 is the largest divisor of 32 sequences up to 3
-        (["--batch_size=32"], 4, 4),  # 8 sequences for each process
-        (["--gradient_accumulation_steps=3", "--batch_size=3"], 1, 3),
-    ],
-)
-def test_recomputes_accumulation_for_flags_after_a_config(
-    after, processes, accumulation, config, monkeypatch
-):
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    c = load_config([str(config), *after])
-    c = fit_device(c, model_config(c, 50257), CPU)
-    assert c.gradient_accumulation_steps == accumulation
-
-
-def test_tokens_that_the_processes_cannot_share_are_refused(config, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="tokens_per_iter: 512 .* use 528"):
-        load_config([str(config)])
 
 
 def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys, ran):

@@ -5,7 +5,6 @@ night.py, which acts on them.
 
 import errno
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
 from doc_pages import GUIDES, read
 from program import ROOT, InProcessRun, finish, flags, needs_signals, run, start, train
@@ -80,11 +78,6 @@ def test_a_share_that_drops_while_a_checkpoint_is_read_begins_no_new_run(tiny, r
     with mock.patch("zipfile.ZipFile.testzip", drop):
         assert run("train.py", *flags(**tiny)).code == 1
     assert not ran.out_dir.exists()
-
-
-def test_the_documented_systemd_line_takes_a_stop_by_a_signal_as_a_success():
-    (listed,) = re.findall(r"SuccessExitStatus=([\d ]+)", CODES)
-    assert [int(code) for code in listed.split()] == [*SIGNALS]
 
 
 # -----------------------------------------------------------------------------
@@ -185,63 +178,8 @@ def test_night_passes_every_signal_on_as_sigterm_unless_it_is_ignored(
     assert {*Path("signals").read_text().split()} == signals
 
 
-@needs_signals
-def test_night_stops_a_command_that_it_has_just_launched(command, monkeypatch):
-    """The command does not answer signals yet, so SIGTERM kills it."""
-    launch = subprocess.Popen
-
-    def launch_and_signal(words):
-        child = launch(words)
-        signal.raise_signal(signal.SIGINT)
-        return child
-
-    monkeypatch.setattr(subprocess, "Popen", launch_and_signal)
-    assert night.main(command) == 143
-
-
 def test_night_ends_at_a_signal_in_its_pause(command, monkeypatch):
     Path("codes").write_text("1")
     monkeypatch.setattr(night, "PAUSE_SECONDS", 300)
     monkeypatch.setattr(night, "say", lambda *line, console: signal.raise_signal(signal.SIGINT))
     assert night.main(command) == 130
-
-
-def test_night_on_windows_repeats_a_crash_and_only_waits_at_ctrl_c(monkeypatch):
-    """There the console sends Ctrl-C to both."""
-    child = mock.Mock()
-    child.poll.side_effect = [1, None, None]
-    child.wait.side_effect = [0xC0000005, 130]  # an access violation
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(subprocess, "Popen", lambda words: child)
-    monkeypatch.setattr(night, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
-    assert night.main(["train"]) == 130
-    child.terminate.assert_not_called()
-
-
-@needs_signals
-@pytest.mark.slow
-def test_night_trains_on_after_a_kill_and_ends_at_ctrl_c(tiny, ran, tmp_path):
-    keys = tiny | dict(max_iters=10**6, eval_interval=100, checkpoint_interval=5)
-    with open(tmp_path / "said", "w") as said:
-        process = launch_night(ROOT / "train.py", *flags(**keys), stdout=said, stderr=said)
-
-    def wait_for(iteration: int) -> None:
-        while not ran.out_dir.exists() or not ran.saved or ran.saved[-1] < iteration:
-            assert process.poll() is None, (tmp_path / "said").read_text()
-            time.sleep(0.1)
-
-    try:
-        wait_for(5)
-        (child,) = psutil.Process(process.pid).children()
-        child.kill()
-        child.wait()
-        wait_for(ran.saved[-1] + 5)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        code = process.wait(timeout=120)
-    finally:
-        process.kill()
-    # the terminal's SIGINT may arrive before or after night.py's SIGTERM, or when all is over
-    assert code in (130, 143) and ran.end["reason"] in ("SIGINT", "SIGTERM")
-    assert ran.saved[-1] == ran.end["iters"]
-    assert (tmp_path / "said").read_text().count("night.py: exit code 137") == 1

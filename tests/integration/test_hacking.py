@@ -18,29 +18,21 @@ from program import (
     ROOT,
     TINY_RUN,
     Result,
+    Run,
     assert_same_run,
     changed,
-    checkpoint,
-    column,
     finish,
     finish_ranks,
     flags,
     refused,
     run,
-    same,
     start,
     start_ranks,
     train,
     write_tokens,
 )
-from torch import Tensor
 
-from configurator import Config
-from data.loader import ShuffledWindows
-from data.shards import open_dataset
-from model_fast import build_model, config_from_dict
 from run.curves import draw, open_run
-from run.pretrained import read_weights
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,
@@ -101,6 +93,9 @@ for script, *words in json.loads(sys.argv[1]):
     if script == "cp":
         shutil.copytree(*words, ignore=shutil.ignore_patterns("*[4-8].pt"))
         continue
+    if script == "-c":
+        exec(words[0])
+        continue
     torch.seed()
     code, out, err = 0, io.StringIO(), io.StringIO()
     sys.argv = [script, *words]
@@ -114,13 +109,13 @@ print(json.dumps(results))
 """
 
 
-def launches(program: Path, *commands: list, first: str = "") -> list[Result]:
+def launches(program: Path, *commands: list) -> list[Result]:
     """
-    Run commands of a changed program, after the code in `first`. `cp` copies a run as it was before
-    its iteration 4.
+    Run commands of a changed program. `cp` copies a run as it was before its iteration 4, and has
+    no result; neither has code given with -c.
     """
     words = json.dumps(commands, default=str)
-    result = finish(start("-c", first + LAUNCHES, words, cwd=program, only_torch=True))
+    result = finish(start("-c", LAUNCHES, words, cwd=program))
     assert result.code == 0, result.err
     return [Result(*found) for found in json.loads(result.out.splitlines()[-1])]
 
@@ -129,9 +124,23 @@ def training(**keys) -> list[str]:
     return ["train.py", *flags(**TINY | keys)]
 
 
-def train_changed(program: Path, **keys) -> None:
-    (result,) = launches(program, training(**keys))
-    assert result.code == 0, result.err
+def resumed(program: Path, *others: list[str], **keys) -> list[Result]:
+    """
+    Train with a changed program, in its folder, whole and resumed from iteration 3 in `halves`, and
+    check that both end alike. Returns the results of the whole run and of `others`, which run
+    before the resume.
+    """
+    keys |= dict(checkpoint_interval=1)
+    straight, *results, again = launches(
+        program,
+        training(**keys, out_dir="whole"),
+        ["cp", "whole", "halves"],
+        *others,
+        training(**keys, out_dir="halves", init_from="resume"),
+    )
+    assert (straight.code, again.code) == (0, 0), (straight.err, again.err)
+    assert_same_run(program / "halves", program / "whole", 8)
+    return [straight, *results]
 
 
 # -----------------------------------------------------------------------------
@@ -164,7 +173,7 @@ def test_a_run_from_before_a_new_key_resumes_with_the_keys_default(tokens, whole
     refused(other, "scale")
     assert (resumed.code, theirs.code) == (0, 0), (resumed, theirs)
     assert_same_run(half, whole, 8)
-    assert checkpoint(half, 8)["config"]["scale"] == 1.0
+    assert Run(half).state(8)["config"]["scale"] == 1.0
     assert theirs.out == run(*sampling).out
 
 
@@ -180,11 +189,11 @@ def test_a_changed_model_is_counted_and_adamw_trains_its_new_weight(tokens, tmp_
     assert adamw.code == 0, adamw.err
     # each token meets a quarter of the keys
     flops = 2 * (TINY_LAYER + TINY_ATTENTION / 4) + TINY_HEAD
-    assert column(tmp_path / "out", "start", "flops_per_token") == [flops]
+    assert Run(tmp_path / "out").column("start", "flops_per_token") == [flops]
     refused(muon, "extra")
     assert not (tmp_path / "muon").exists()
     # starts as ones: init_weights sets only the layers' matrices
-    moved = checkpoint(tmp_path / "out", 1)["model"]["extra"] - 1
+    moved = Run(tmp_path / "out").state(1)["model"]["extra"] - 1
     assert 0 < moved.abs().max() < TINY["learning_rate"]
 
 
@@ -215,7 +224,7 @@ def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(tokens, tmp_path):
         newest = shutil.ignore_patterns("ckpt-00000008.pt")
         shutil.copytree(out_dir, halves, ignore=newest)
         train(**TINY, dataset=tokens, out_dir=halves, init_from="resume")
-    losses = column(out_dir, "step", "loss")
+    losses = Run(out_dir).steps("loss")
     assert losses[-1] < losses[0] - 0.005
     assert_same_run(halves, out_dir, 8)
 
@@ -249,19 +258,13 @@ MLP.__init__, MLP.forward = init, forward
 def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(tokens, tmp_path):
     """Change neither when compiled code is compared with eager code."""
     program = changed(tmp_path / "program", NOISY)
-    words = training(dropout=0.1, dataset=tokens)
-    for result in launches(
-        program,
-        [*words, "--out_dir=straight"],
-        [*words, "--out_dir=halves", "--max_iters=4"],
-        [*words, "--out_dir=halves", "--init_from=resume"],
-        [*words, "--out_dir=compiled", "--compile=True"],
-        first="import torch; torch.compile = lambda call: call\n",  # changes nothing
-    ):
-        assert result.code == 0 and "warning" not in result.err, result.err
-    assert_same_run(program / "straight", program / "halves", 8)
-    assert_same_run(program / "straight", program / "compiled", 8)
-    weights = checkpoint(program / "straight", 8)["model"]
+    keys = dict(dropout=0.1, dataset=tokens)
+    unchanged = ["-c", "torch.compile = lambda call: call"]
+    compiled = training(**keys, out_dir="compiled", compile=True)
+    straight, *results = resumed(program, unchanged, compiled, **keys)
+    assert all(not r.code and "warning" not in r.err for r in (straight, *results)), results
+    assert_same_run(program / "whole", program / "compiled", 8)
+    weights = Run(program / "whole").state(8)["model"]
     assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
     assert weights["transformer.h.0.mlp.mask"][0, 1] == float("-inf")
 
@@ -297,7 +300,7 @@ def test_same_run_says_whether_a_changed_program_resumes_exactly(
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, HEADS, TEACHER, MIXTURE, CHOICES, WATCH = (
+LOSS, HEADS, TEACHER, MIXTURE, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
     for name in (
         "logsumexp(-1)",
@@ -305,7 +308,6 @@ LOSS, HEADS, TEACHER, MIXTURE, CHOICES, WATCH = (
         "teacher: Any",
         "class Mixture:",
         "def choices(",
-        "def save_due(",
     )
 )
 # the indented blocks of the page, in its order
@@ -313,7 +315,6 @@ HEAD, ZERO, ADD, RETURN, READ_TEACHER, TEACH, SECOND, REFUSE, MIX, NUMBER = re.f
     r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
 )
 (WEIGH,) = re.findall(r"`(return x, y, .*?)`", PAGE)
-(SEE,) = re.findall(r"^```python\n(def see.*?)^```$", PAGE, re.M | re.S)
 # the batch size doubles at iteration 4
 (DOUBLED,) = re.findall(r"`(return self\.iter_tokens \* \(last.*?)`", PAGE)
 DOUBLING = {
@@ -334,17 +335,14 @@ RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
 MODEL_LINE = "    model = make_model(sizes, c.seed, hw, state)\n"
 RECORD_LINE = "            log.report_eval(it, measured)\n"
-EDITS = [
-    (DATA_LINE, DATA_LINE + SECOND),
-    (RECORD_LINE, NUMBER + RECORD_LINE),
-]
+EDITS = [(DATA_LINE, DATA_LINE + SECOND), (RECORD_LINE, NUMBER + RECORD_LINE)]
 HEAD_EDITS = [
     (line := "        self.init_weights()\n", HEAD + line),
     (line := "    for micro_step, (x, *targets) in enumerate(micro_batches):\n", ZERO + line),
     (line := "        total_loss += loss.detach()\n", line + ADD),
     (RETURN_LINE, RETURN),
 ]
-TEACHER_FILES = TEACHER | {"configurator.py": 'class LaunchKeys:\n    teacher: Location = ""'}
+TEACHER |= {"configurator.py": 'class LaunchKeys:\n    teacher: Location = ""'}
 TEACHER_EDITS = [
     (DATA_LINE, DATA_LINE + READ_TEACHER),
     (MODEL_LINE, MODEL_LINE + TEACH),
@@ -355,7 +353,7 @@ MIXTURE_EDITS = [
     (DATA_LINE, DATA_LINE + SECOND + REFUSE),
     (line := "    batches = Batches(data, c, hw.device, it)\n", line + MIX),
 ]
-MIXTURE_FILES = MIXTURE | {
+MIXTURE |= {
     "configurator.py": """
 class RunKeys:
     mix_iters: Positive = 1000  # iterations until training reads the second dataset alone
@@ -409,19 +407,19 @@ def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
 
 def test_the_documented_z_loss_acts_in_training_alone_and_a_resume_may_change_its_key(documented):
     program, _ = documented
-    first = [column(program / name, "step", "loss")[0] for name in ("z", "second")]
+    first = [Run(program / name).steps("loss")[0] for name in ("z", "second")]
     # to an untrained model all 128 ids are about equally likely
     assert first[0] - first[1] == pytest.approx(2 * Z * math.log(128) ** 2, rel=0.02)
-    evaluated = [column(program / name, "eval", "val_loss")[0] for name in ("z", "second")]
+    evaluated = [Run(program / name).evals("val_loss")[0] for name in ("z", "second")]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
-    assert checkpoint(program / "z", 8)["config"]["z_loss"] == 0.0
+    assert Run(program / "z").state(8)["config"]["z_loss"] == 0.0
 
 
 def test_the_documented_second_validation_set_is_checked_printed_recorded_and_drawn(documented):
     program, results = documented
     refused(results["nowhere"], "--second=PATH")
     refused(results["other"], "second: ")
-    losses = column(program / "second", "eval", "train_loss", "val_loss", "second_loss")
+    losses = Run(program / "second").evals("train_loss", "val_loss", "second_loss")
     line = "step 8: train loss {:.4f}, val loss {:.4f}, second loss {:.4f}, "
     assert line.format(*losses[-1]) in results["second"].out
     assert all(val == second for _, val, second in losses)
@@ -432,207 +430,51 @@ def test_the_documented_second_validation_set_is_checked_printed_recorded_and_dr
 
 def test_the_documented_number_is_printed_recorded_and_compared(documented):
     program, results = documented
-    (first, *_, last) = column(program / "second", "eval", "choices")
+    (first, *_, last) = Run(program / "second").evals("choices")
     assert {first, last} <= {0.0, 0.5, 1.0}
     assert f", choices {last:.4g}, time " in results["second"].out
     result = run("compare.py", program / "second", program / "plain")
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 
 
+TEACHERS = [dict(teacher=f"before/ckpt-0000000{it}.pt") for it in (8, 4)]
+DOCUMENTED = {  # the page's code and edits, the change's keys, and values that a resume refuses
+    "a second head": (HEADS, HEAD_EDITS, {}, {}),
+    "a teacher": (TEACHER, TEACHER_EDITS, *TEACHERS),
+    "a batch that doubles": (DOUBLING, [], {}, {}),
+    "a mixture": (MIXTURE, MIXTURE_EDITS, dict(second="other", mix_iters=6), dict(second="tokens")),
+    "weights of targets": ({}, [(line := "    return x, y\n", f"    {WEIGH}\n")], {}, {}),
+}
+
+
 @pytest.mark.slow
-def test_the_documented_second_head_has_a_loss_of_its_own_per_split_and_over_all_ranks(
-    tokens, tmp_path
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
+    name, tokens, whole, tmp_path
 ):
-    program = edited(changed(tmp_path / "program", HEADS), *HEAD_EDITS)
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    keys = dict(dataset=tokens, checkpoint_interval=1)
-    results = launches(
-        program,
-        training(**keys, out_dir=whole),
-        ["cp", whole, halves],
-        training(**keys, out_dir=halves, init_from="resume"),
-    )
-    for result in results:
+    """Two ranks have the losses of one process, and another teacher or mixture is other data."""
+    files, edits, keys, others = DOCUMENTED[name]
+    program = edited(changed(tmp_path / "program", files), *edits)
+    shutil.copytree(tokens, program / "data/tokens")
+    shutil.copytree(whole, program / "before")
+    write_tokens(program / "data/other", [900], [300])
+    keys = dict(dataset="tokens", **keys)
+    wrong = [training(**keys | {key: other}, out_dir="halves") for key, other in others.items()]
+    straight, *refusals = resumed(program, *wrong, **keys)
+    for result in refusals:
+        refused(result, "dataset: ")
+    words = training(**keys, out_dir="ranks")[1:]
+    for result in finish_ranks(start_ranks(2, *words, cwd=program)):
         assert result.code == 0, result.err
-    assert_same_run(halves, whole, 8)
-    numbers = column(whole, "step", "second_loss")
-    printed = re.findall(r"^iter .* eta \w+, second loss (\S+)$", results[0].out, re.M)
-    assert printed == [f"{number:.4g}" for number in numbers]
-    words = training(**keys, out_dir=tmp_path / "ranks")[1:]
-    for result in finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True)):
-        assert result.code == 0, result.err
-    names = ("loss", "second_loss")
-    losses = column(whole, "step", *names)
-    for ours, theirs in zip(losses, column(tmp_path / "ranks", "step", *names), strict=True):
-        assert theirs == pytest.approx(ours, rel=1e-5)
-    # before the first update, training and evaluation read other tokens of one distribution
-    train_loss, *_ = column(whole, "eval", "train_loss")
-    (loss, second), *_, last = losses
-    assert loss == pytest.approx(train_loss + 0.5 * second, rel=0.01)
-    assert last[1] < second - 0.01
-
-
-def windows(dataset: Path, it: int) -> Tensor:
-    """Return the tokens of iteration `it` of TINY, as the page says."""
-    sequences = TINY["batch_size"] * TINY["gradient_accumulation_steps"]
-    read = ShuffledWindows(open_dataset(str(dataset)).train, TINY["block_size"], Config.seed).read
-    return torch.from_numpy(read(it * sequences, sequences))
-
-
-def saved_model(path: Path) -> torch.nn.Module:
-    state = read_weights(str(path))
-    model = build_model(config_from_dict(state.model_config)).eval()
-    state.load_weights(model)
-    return model
-
-
-@pytest.mark.slow
-def test_the_documented_teacher_gives_half_of_the_loss_and_another_is_refused(
-    tokens, whole, tmp_path
-):
-    program = edited(changed(tmp_path / "program", TEACHER_FILES), *TEACHER_EDITS)
-    out_dir, halves = tmp_path / "whole", tmp_path / "halves"
-    keys = dict(dataset=tokens, teacher=whole / "ckpt-00000008.pt", checkpoint_interval=1)
-    keys |= dict(loss_chunk=24)
-    resume = dict(out_dir=halves, init_from="resume")
-    straight, off, refuses, resumed = launches(
-        program,
-        training(**keys, out_dir=out_dir),
-        training(**keys | dict(loss_chunk="off"), out_dir=tmp_path / "off"),
-        ["cp", out_dir, halves],
-        training(**keys | resume | dict(teacher=whole / "ckpt-00000004.pt")),
-        training(**keys | resume),
-    )
-    for result in (straight, off, resumed):
-        assert result.code == 0, result.err
-    refused(refuses, "dataset: ")
-    assert_same_run(halves, out_dir, 8)
-    losses = column(out_dir, "step", "loss")
-    assert losses == pytest.approx(column(tmp_path / "off", "step", "loss"), rel=1e-5)
-    batch = windows(tokens, 1)
-    teacher, student = (
-        saved_model(path)(batch[:, :-1]).detach().flatten(0, 1)
-        for path in (keys["teacher"], out_dir / "ckpt-00000001.pt")
-    )
-    targets = (batch[:, 1:].flatten(), teacher.softmax(-1))
-    expected = sum(torch.nn.functional.cross_entropy(student, target) / 2 for target in targets)
-    assert losses[1] == pytest.approx(expected.item(), rel=1e-5)
-    # the evaluation is that of the plain loss
-    val_loss, *_ = column(out_dir, "eval", "val_loss")
-    assert val_loss == pytest.approx(column(whole, "eval", "val_loss")[0], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_the_documented_weights_make_one_mean_of_all_micro_batches_ranks_and_evaluations(
-    tokens, whole, tmp_path
-):
-    line = "    return x, y\n"
-    program = edited(changed(tmp_path / "program", {}), (line, f"    {WEIGH}\n"))
-    keys = [dict(), dict(batch_size=8, gradient_accumulation_steps=1)]
-    outs = [tmp_path / name for name in ("two", "one", "ranks")]
-    commands = [
-        training(**more, dataset=tokens, out_dir=out)
-        for more, out in zip(keys, outs[:2], strict=True)
-    ]
-    results = launches(program, *commands)
-    words = training(dataset=tokens, out_dir=outs[2])[1:]
-    results += finish_ranks(start_ranks(2, *words, cwd=program, only_torch=True))
-    for result in results:
-        assert result.code == 0, result.err
-    for kind, name in (("step", "loss"), ("step", "grad_norm"), ("eval", "val_loss")):
-        expected = column(outs[0], kind, name)
-        for out in outs[1:]:
-            assert column(out, kind, name) == pytest.approx(expected, rel=1e-4)
-        assert expected[0] != pytest.approx(column(whole, kind, name)[0], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_documented_ways_to_watch_a_model_learn(tokens, tmp_path):
-    """Find the saves, one batch by its number, the same weights with a new seed, and attention."""
-    program = changed(tmp_path / "program", WATCH)
-    x, y = tmp_path / "x", tmp_path / "y"
-    watched, other = launches(
-        program,
-        training(dataset=tokens, keep_checkpoints=99, out_dir=x),
-        training(dataset=tokens, init_from=x / "ckpt-00000000.pt", seed=2, out_dir=y),
-    )
-    assert watched.code == other.code == 0, (watched.err, other.err)
-    saves = [0, 1, 2, 4, 8]
-    assert sorted(path.name for path in x.glob("*.pt")) == [f"ckpt-{n:08}.pt" for n in saves]
-    assert same(checkpoint(y, 0)["model"], checkpoint(x, 0)["model"])
-    losses = column(x, "step", "loss")
-    assert losses[0] != column(y, "step", "loss")[0]
-    model = saved_model(x / "ckpt-00000002.pt")
-    batch = windows(tokens, 2)
-    assert losses[2] == pytest.approx(model(batch[:, :-1], batch[:, 1:]).item(), rel=1e-5)
-
-    seen: list[Tensor] = []
-    exec(SEE, dict(torch=torch, model=model, seen=seen))
-    attention, inputs = model.transformer.h[0].attn, []
-    attention.register_forward_hook(lambda module, given, y: inputs.append((given[0], y)))
-    model(batch[:, :-1])
-    (weights,), ((x_in, found),) = seen, inputs
-    v = attention.c_attn(x_in)[..., -TINY["n_embd"] :].unflatten(2, (TINY["n_head"], -1))
-    expected = attention.c_proj((weights @ v.transpose(1, 2)).transpose(1, 2).flatten(2))
-    assert torch.allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_documented_batch_that_doubles_is_resumed_and_totals_and_a_plan_count_it(
-    tokens, tmp_path
-):
-    program = changed(tmp_path / "program", DOUBLING)
-    whole, halves, plan = tmp_path / "whole", tmp_path / "halves", tmp_path / "plan.json"
-    keys = dict(dataset=tokens, checkpoint_interval=1)
-    straight, resumed, planned = launches(
-        program,
-        training(**keys, out_dir=whole),
-        ["cp", whole, halves],
-        training(**keys, out_dir=halves, init_from="resume"),
-        ["bench.py", "plan", *training(**keys)[1:], "--iter_seconds=1", f"--json={plan}"],
-    )
-    total = 4 * 128 + 4 * 256
-    for result in (straight, resumed):
-        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in result.out, result
-    assert_same_run(halves, whole, 8)
-    assert column(whole, "end", "tokens") == [total]
-    assert planned.code == 0, planned.err
-    figures = json.loads(plan.read_text("utf-8"))
-    assert figures["total_tokens"] == total
-    assert figures["hours"] == pytest.approx((4 + 4 * 2) / 3600)
-
-
-@pytest.mark.slow
-def test_the_documented_mixture_moves_resumes_bit_for_bit_and_refuses_other_tokens(
-    tokens, tmp_path
-):
-    program = edited(changed(tmp_path / "program", MIXTURE_FILES), *MIXTURE_EDITS)
-    other = write_tokens(program / "other", [900], [300], vocab=61)
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    keys = dict(dataset=tokens, second=other, mix_iters=6, checkpoint_interval=1)
-    resume = dict(out_dir=halves, init_from="resume")
-    straight, refuses, resumed = launches(
-        program,
-        training(**keys, out_dir=whole),
-        ["cp", whole, halves],
-        training(**keys | resume | dict(second=tokens)),
-        training(**keys | resume),
-    )
-    assert straight.code == resumed.code == 0, (straight.err, resumed.err)
-    refused(refuses, "dataset: ")
-    assert_same_run(halves, whole, 8)
-    assert column(whole, "eval", "second_loss")[-1] < column(whole, "eval", "second_loss")[0]
-    # of 48 sequences in six iterations half are from the second dataset, and all after that
-    code = """
-from data.loader import Mixture
-class Part:
-    def __init__(self, name): self.name = name
-    def read(self, n, count): return [(self.name, n)]
-mixture = Mixture(Part("a"), Part("b"), 48)
-windows = [mixture.window(n)[0] for n in range(64)]
-for name, due in (("a", 24), ("b", 40)):
-    assert [n for part, n in windows if part == name] == [*range(due)], windows
-assert {part for part, _ in windows[48:]} == {"b"}
-"""
-    result = finish(start("-c", code, cwd=program, only_torch=True))
-    assert result.code == 0, result.err
+    one, two = (Run(program / name) for name in ("whole", "ranks"))
+    names = ("loss", "second_loss") if name == "a second head" else ("loss",)
+    for number in names:
+        assert two.steps(number) == pytest.approx(one.steps(number), rel=1e-4)
+    assert two.evals("val_loss") == pytest.approx(one.evals("val_loss"), rel=1e-4)
+    # each change acts: on the first iteration's loss, or later on what training reads
+    losses = (Run(whole).steps("loss"), one.steps("loss"))
+    assert losses[0][-1] != pytest.approx(losses[1][-1], rel=1e-5)
+    if name == "a batch that doubles":
+        total = 4 * 128 + 4 * 256
+        assert one.column("end", "tokens")[-1] == total
+        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in straight.out

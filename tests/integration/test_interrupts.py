@@ -28,6 +28,7 @@ from program import (
 )
 
 TINY = TINY_RUN | dict(
+    n_layer=1,
     gradient_accumulation_steps=3,
     learning_rate=0.01,
     min_lr=0.001,
@@ -130,6 +131,7 @@ ENDS = {
 OWN_TERMINAL = """
     terminal, its_end = os.openpty()
     os.login_tty(its_end)
+    sys.stdout, sys.stderr = open(1, "w", 1), open(2, "w", 1)  # unlike files, without positions
 """
 
 
@@ -218,32 +220,8 @@ def test_a_resume_takes_model_data_and_seed_from_the_checkpoint(saved, tiny, ran
     assert_same_run(unbroken, ran.out_dir, 12)
 
 
-def test_a_resume_with_another_micro_batch_size_trains_on_the_same_windows(tiny, ran, tmp_path):
-    keys = tiny | dict(dropout=0)
-    train(**keys | dict(out_dir=tmp_path))
-    trainer = InProcessRun()
-    trainer.at["iteration", 5] = sigterm
-    trainer.launch(**keys)
-    train(**keys | dict(batch_size=2, gradient_accumulation_steps=6), init_from="resume")
-    for kind, names in (("step", ("loss", "lr", "grad_norm", "tokens")), ("eval", ("val_loss",))):
-        for name in names:
-            # float32 adds in a different order; other windows would differ by about 0.1
-            expected = pytest.approx(Run(tmp_path).column(kind, name), abs=1e-4)
-            assert ran.column(kind, name) == expected
-
-
 # -----------------------------------------------------------------------------
 # Weights: the best, and those that are not saved
-
-
-def test_the_best_checkpoint_has_the_lowest_logged_loss_across_a_resume(tiny, ran):
-    train(**tiny)
-    train(**tiny | dict(learning_rate=0.3, min_lr=0.3, max_iters=24), init_from="resume")
-    losses = dict(ran.evals("iter", "val_loss")[1:])  # untrained weights are not saved
-    assert min(losses, key=losses.get) == 12, losses
-    assert same(ran.best["model"], ran.state(12)["model"])
-    # the log keeps nine digits
-    assert ran.best["val_loss"] == pytest.approx(losses[12], rel=1e-8)
 
 
 def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):

@@ -4,16 +4,9 @@ log's lines say.
 """
 
 import contextlib
-import subprocess
-import sys
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
-import pytest
-import torch
-from program import ROOT, Run, same, train
-
-from machine.hardware import Hardware
-from run.log import Log, git_commit
+from program import Run, same, train
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=12, warmup_iters=2, eval_interval=4, eval_tokens=160)
 TINY |= dict(sample_tokens=5, dropout=0.1, learning_rate=0.01, keep_checkpoints=9)
@@ -31,10 +24,7 @@ class NoLog:
 
 def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
     logged, silent = Run(tmp_path / "logged"), Run(tmp_path / "silent")
-    for ran, log in (
-        (logged, contextlib.nullcontext()),
-        (silent, patch("run.log.Log", NoLog)),
-    ):
+    for ran, log in ((logged, contextlib.nullcontext()), (silent, patch("run.log.Log", NoLog))):
         with log:
             train(**tiny | dict(max_iters=6, out_dir=ran.out_dir))
             train(**tiny | dict(out_dir=ran.out_dir), init_from="resume")
@@ -44,30 +34,3 @@ def test_a_run_without_a_log_saves_the_same_checkpoints(tiny, tmp_path):
         for key in ("model", "optimizer", "scaler", "iter_num", "val_loss", "complete"):
             assert same(a[key], b[key]), key
     assert (tmp_path / "silent" / "metrics.jsonl").read_bytes() == b""
-
-
-def test_sizes_are_in_gb_of_a_billion_bytes_and_memory_in_gib(capsys):
-    log = MagicMock()
-    log.clock.since_lap.return_value = 0.9
-    Log.report_save(log, 500, False, 1_494_000_000, False)
-    assert ", 1.49GB, time 0.9s, " in capsys.readouterr().out
-    used = Hardware(torch.device("cpu"), torch.float32, "", 1.0, "").peak_memory_gib()
-    if sys.platform == "linux":
-        import resource
-
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # by the system's own count
-        assert used == pytest.approx(kib / 2**20, rel=0.005)
-
-
-def test_the_log_names_the_commit_of_the_code_that_ran(tmp_path, monkeypatch):
-    """Name none outside a clone, or without git."""
-    monkeypatch.delenv("GIT_DIR")  # see conftest.py
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    if head.returncode:
-        pytest.skip("needs git and a checkout")
-    assert head.stdout.startswith((git_commit() or "none").removesuffix("-dirty"))
-    monkeypatch.setenv("PATH", "")
-    assert git_commit() is None
-    monkeypatch.undo()
-    monkeypatch.setattr("run.log.PROJECT", tmp_path)
-    assert git_commit() is None

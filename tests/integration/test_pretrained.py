@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from char_dataset import (
-    LETTERS,
-    SHORT_RUN,
-    T,
-    sample,
-    write_letters,
-    write_nanogpts_checkpoint,
-)
+from char_dataset import LETTERS, SHORT_RUN, T, sample, write_letters, write_nanogpts_checkpoint
 from hf_reference import own_bpe, random_gpt2
 from program import Run, contents, run, train
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cases import slow_but
-from fault_injection import free, with_faults
+from fault_injection import free, watched
 from program import TINY_RUN, Run, assert_same_run, finish, flags, start, train
 
 pytest.importorskip("fcntl", reason="disks and signals of POSIX")
@@ -29,8 +29,6 @@ TINY = TINY_RUN | dict(
     warmup_iters=2,
 )
 LAUNCHES = 4
-# about how often each moment comes in the first 14 iterations of a launch
-MOMENTS = dict(update=14, lookup=24, disk=250, saved=6)
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +42,18 @@ def straight(tokens, tmp_path_factory) -> Path:
     return out_dir
 
 
-def draw_steps(chance: random.Random) -> list[tuple]:
+def draw_steps(chance: random.Random) -> tuple[str, int]:
     """
     Draw what happens in one launch: perhaps a disk that is full for a while, and a kill or a stop.
+    Returns lines for watched(), and the signal.
     """
-    steps = []
+    number = chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+    steps = [f"if n == {chance.randint(1, 14)}: os.kill(os.getpid(), {number:d})"]
     if chance.random() < 0.6:
-        begin = chance.randrange(1, 15)
-        steps.append(("update", begin, "fill"))
-        steps.append(("update", begin + chance.randrange(1, 15), "free"))
-    moment = chance.choice([*MOMENTS])
-    count = chance.randint(1, MOMENTS[moment])
-    return [*steps, (moment, count, chance.choice(["SIGKILL", "SIGTERM", "SIGINT"]))]
+        begin = chance.randint(1, 14)
+        steps.append(f"if n == {begin}: fill(disk)")
+        steps.append(f"if n == {begin + chance.randint(1, 14)}: free(disk)")
+    return "\n".join(steps), number
 
 
 def damage(path: Path, chance: random.Random) -> str:
@@ -77,17 +75,16 @@ def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(
     disk, chance = make_disk(1 << 20), random.Random(seed)  # room for a few checkpoints
     tiny["out_dir"] = ran.out_dir = disk / "run"
     log_has_gaps = False
+    here = f"from fault_injection import *; disk = Path({str(disk)!r})"
     for launch in range(LAUNCHES):
-        steps = draw_steps(chance)
-        result = finish(start(*with_faults(disk, *steps), *flags(**tiny)))
+        steps, number = draw_steps(chance)
+        result = finish(start(*watched(steps, before=here), *flags(**tiny)))
         print(f"launch {launch}: {steps}: exit code {result.code}\n{result.err}")
-        number = getattr(signal, steps[-1][2])
         # 0: the run ended before the signal. -number: SIGKILL, or a signal before the loop. 1: a
         # save met the full disk
         assert result.code in (0, -number, 128 + number, 1)
         assert "Traceback" not in result.err
-        if result.code == 1:
-            assert "fill" in result.err
+        assert result.code != 1 or "fill" in steps
         free(disk)
         # records that a full disk refused are lost if the run ends before there is room
         log_has_gaps |= "lack lines" in result.err

@@ -7,7 +7,6 @@ in which torchrun itself starts, stops and restarts ranks use the real torchrun,
 """
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -15,11 +14,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
-import torch
 from fault_injection import watched
 from program import (
     FAST,
@@ -35,8 +32,6 @@ from program import (
     train,
     write_tokens,
 )
-
-from machine import ranks
 
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
@@ -145,12 +140,6 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
 
 # each rank in a folder of its own, as on another machine
 APART = "os.chdir(RANK)"
-NO_COMPILER = """
-    def compile(call):
-        assert RANK == "0", "no compiler"
-        return call
-    torch.compile = compile
-"""
 # what each rank does first, its keys, and the words of the one error line
 BAD_STARTS = {
     "sequences that cannot be shared": (
@@ -160,21 +149,12 @@ BAD_STARTS = {
     ),
     "other data": (APART, dict(dataset="data"), ["data", "rank", "same"]),
     "a file in the place of out_dir": ("", dict(out_dir=Path("file/run")), ["file/run"]),
-    "no compiler on one rank": (
-        NO_COMPILER,
-        dict(compile=True),
-        ["no compiler", "--compile=False"],
-    ),
     "a network that is not there": (
         'os.environ["GLOO_SOCKET_IFNAME"] = "none0"',
         {},
         ["none0", "GLOO_SOCKET_IFNAME"],
     ),
-    "variables of torchrun's, but not all": (
-        'del os.environ["MASTER_ADDR"]',
-        {},
-        ["MASTER_ADDR"],
-    ),
+    "variables of torchrun's, but not all": ('del os.environ["MASTER_ADDR"]', {}, ["MASTER_ADDR"]),
 }
 
 
@@ -219,23 +199,6 @@ def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(iters, tiny,
     assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
     (line,) = {*error_lines(*(result.err for result in results))}
     assert "checkpoint" in line and "same" in line
-
-
-@pytest.mark.parametrize("on_gpu, built", [(True, True), (True, False), (False, True)])
-def test_gradients_on_gpus_are_averaged_by_nccl_if_torch_has_it(on_gpu, built, monkeypatch):
-    """Use gloo on CPUs, and where torch has no NCCL, as on Windows."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    made = mock.Mock()
-    for name in ("new_group", "is_nccl_available"):
-        monkeypatch.setattr(torch.distributed, name, getattr(made, name))
-    monkeypatch.setattr("machine.ranks.DistributedDataParallel", made.wrap)
-    made.is_nccl_available.return_value = built
-    model = mock.Mock(parameters=lambda: iter([mock.Mock(is_cuda=on_gpu)]))
-    ranks.data_parallel(model)
-    nccl = made.new_group.return_value if on_gpu and built else None
-    assert made.wrap.call_args.kwargs["process_group"] is nccl
-    if nccl:
-        made.new_group.assert_called_once_with(backend="nccl")
 
 
 # -----------------------------------------------------------------------------
@@ -324,35 +287,3 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone, 
     text = log.read_text()
     assert text.count("\niter 9:") == text.count(f"checkpoint {ran.saved[-1]}: ") == 1  # once
     assert_same_numbers(alone, ran)
-
-
-@pytest.mark.slow
-def test_ranks_killed_at_random_and_restarted_by_torchrun_reach_the_same_losses(
-    tiny, ran, tmp_path
-):
-    """Kill a rank five times, every other time within four seconds of its start."""
-    kills, chance, killed = 5, random.Random(1), set()
-    keys = tiny | dict(max_iters=600, eval_interval=300, log_interval=10)
-    keys |= dict(lr_decay_iters=600, checkpoint_interval=2)
-    restarts = ("--standalone", f"--max-restarts={kills}")
-    command = train_py(**keys)
-    process = start_torchrun(2, tmp_path / "log", *restarts, *command)
-    for number in range(kills):
-        workers = []
-        while len(workers) < 2:
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            children = psutil.Process(process.pid).children()
-            workers = [child for child in children if child.pid not in killed]
-            time.sleep(0.01)
-        if number % 2:
-            time.sleep(chance.uniform(0, 4))
-        else:
-            written = len(ran.records()) if ran.out_dir.exists() else 0
-            wait_for_record(ran.out_dir, written + 3, process)
-            time.sleep(chance.uniform(0, 0.1))
-        chance.choice(workers).kill()
-        killed |= {worker.pid for worker in workers}
-    assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()
-    straight = tmp_path / "straight"
-    train_ranks(2, [0, 0], **keys | dict(out_dir=straight, checkpoint_interval=0))
-    assert ran.evals("val_loss") == pytest.approx(Run(straight).evals("val_loss"), abs=1e-4)

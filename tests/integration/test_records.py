@@ -1,12 +1,11 @@
 """Check what a run prints, and what other programs read: its log lines and metrics.jsonl."""
 
 import re
-import shlex
 from datetime import datetime
 
 import pytest
 from char_dataset import SHORT_RUN, T
-from program import InProcessRun, Result, Run, flags, gradients_of_nan, run, train
+from program import InProcessRun, Result, Run, gradients_of_nan, train
 
 TINY = dict(max_iters=4, eval_interval=2, eval_tokens=64)
 N = r"-?[\d.]+"
@@ -76,19 +75,6 @@ def test_mfu_on_a_cpu_is_relative_to_a_measured_peak(tiny, ran):
     assert step["mfu"] == pytest.approx(flops / (first["peak_tflops"] * 1e12), rel=1e-6)
 
 
-def test_console_and_log_begin_with_the_command_in_a_form_to_paste(tiny, tmp_path):
-    config, out_dir = tmp_path / "mine.py", tmp_path / "a run"
-    config.write_text(f"dataset = {str(tiny.pop('dataset'))!r}\n", "utf-8")
-    typed = [str(config), *flags(**tiny | dict(out_dir=out_dir))]
-    result = run("train.py", *typed)
-    lines = result.out.splitlines()
-    assert (out_dir / "log.txt").read_text().splitlines()[:3] == lines[:3]
-    assert lines[2] == f"new run: {out_dir} holds no checkpoint"
-    label, python, _, *shown = shlex.split(lines[0])
-    assert (label, python, shown) == ("command:", "python", typed)
-    assert "float32, not compiled; peak " in result.out
-
-
 def figures(result: Result) -> dict[str, float]:
     """Return the last lines of the console: a name, a colon and a number."""
     found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
@@ -110,26 +96,3 @@ def test_a_run_ends_with_its_figures_one_per_line(tiny, ran):
     # an iteration takes ten seconds
     assert found["tokens_per_sec"] == pytest.approx(2 * 4 * T / 10, abs=0.5)
     assert found["mfu"] > 0 and found["mem_gib"] > 0
-
-
-def test_a_resumed_run_ends_with_totals_and_means_of_all_launches(tiny, ran, monkeypatch):
-    """But the peak memory is that of the second launch."""
-    keys = tiny | dict(peak_tflops=0.001)
-    trainer = InProcessRun(fake_clock=True)
-    trainer.seconds["iteration"] = 0.005
-    trainer.launch(**keys)
-    before = ran.end
-    # the last evaluation needs more memory than the iterations
-    peaks = iter([1.0] * 4 + [3.0] * 9)
-    monkeypatch.setattr("machine.hardware.Hardware.peak_memory_gib", lambda self: next(peaks))
-    trainer.seconds["iteration"] = 0.003
-    found = figures(trainer.launch(**keys | dict(max_iters=8, init_from="resume")))
-    assert (ran.out_dir / "log.txt").read_text().count("\nval_loss: ") == 2
-    assert found["tokens"] == ran.end["tokens"] == 2 * before["tokens"]
-    assert found["seconds"] == pytest.approx(sum(ran.end["ledger"].values()), abs=0.06)
-    assert sum(ran.end["ledger"].values()) > sum(before["ledger"].values())
-    speed = before["tokens"] / 4 / 0.004
-    assert found["tokens_per_sec"] == pytest.approx(speed, abs=0.5)
-    flops = ran.column("start", "flops_per_token")[0]
-    assert found["mfu"] == pytest.approx(flops * speed / 1e9, abs=1e-4)
-    assert found["mem_gib"] == 3.0

@@ -10,7 +10,6 @@ import types
 from unittest import mock
 
 import pytest
-from char_dataset import write_parrot
 from program import InProcessRun, Run, assert_same_run, finish, flags, start, train
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, warmup_iters=2)
@@ -144,15 +143,3 @@ def test_a_sample_that_fails_is_the_last_one_and_changes_no_bit(tiny, ran, tmp_p
     (line,) = warnings(result.err)
     assert result.code == 0 and "sample_tokens: " in line and "without it" in line
     assert_same_run(tmp_path / "straight", ran.out_dir, 8)
-
-
-def test_samples_are_printed_and_logged_with_control_characters_escaped(tiny, ran, tmp_path):
-    """Sample from a byte-level model that generates ESC, which a terminal would obey."""
-    keys = tiny | dict(max_iters=0, bias=True, tie_weights=False)
-    train(**keys | dict(out_dir=tmp_path / "plain"))
-    escapes = write_parrot(tmp_path / "plain", tmp_path / "escapes.pt", token=27)
-    changes = dict(init_from=escapes, max_iters=1, learning_rate=0, min_lr=0, sample_tokens=3)
-    result = train(**keys | changes)
-    assert ran.column("sample", "text") == ["\x1b\x1b\x1b"]
-    for text in (result.out, (ran.out_dir / "log.txt").read_text()):
-        assert r"\x1b\x1b\x1b" in text and "\x1b" not in text
