@@ -131,7 +131,8 @@ ENDS = {
 OWN_TERMINAL = """
     terminal, its_end = os.openpty()
     os.login_tty(its_end)
-    sys.stdout, sys.stderr = open(1, "w", 1), open(2, "w", 1)  # unlike files, without positions
+    import io  # a terminal has no position, and after it closes nothing can be flushed
+    sys.stdout = sys.stderr = io.TextIOWrapper(open(1, "wb", 0), "utf-8", write_through=True)
 """
 
 
