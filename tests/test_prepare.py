@@ -249,7 +249,7 @@ def test_at_most_50_mb_of_your_own_text_are_held_out_unless_a_fraction_is_typed(
     most, flags, monkeypatch, capsys
 ):
     write_jsonl(Path("a.jsonl"), TEXTS)
-    monkeypatch.setattr(prepare_text, "MOST_HELD_OUT", most)
+    monkeypatch.setattr("data.text.MOST_HELD_OUT", most)
     command = ["a.jsonl", *flags, "--out=out"]
     share = 0.05 if flags else min(0.05, most / os.path.getsize("a.jsonl"))
     prepare_text.main(command)
@@ -496,7 +496,7 @@ def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
 )
 def test_flags_choose_the_hubs_dataset(flags, asked):
     hub_files = mock.Mock(side_effect=UserError("asked"))
-    with mock.patch("data.prepare_fineweb.hub_files", hub_files), pytest.raises(UserError):
+    with mock.patch("data.text.hub_files", hub_files), pytest.raises(UserError):
         prepare_fineweb.main([*flags.split(), "--tokenizer=byte"])
     assert hub_files.call_args.args[:2] == asked
 
