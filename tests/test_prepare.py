@@ -201,7 +201,7 @@ def test_at_most_50_mb_of_your_own_text_are_held_out_unless_a_fraction_is_typed(
     most, flags, monkeypatch, capsys
 ):
     write_jsonl(Path("a.jsonl"), TEXTS)
-    monkeypatch.setattr(prepare_text, "MOST_HELD_OUT", most)
+    monkeypatch.setattr("data.text.MOST_HELD_OUT", most)
     command = ["a.jsonl", *flags, "--out=out"]
     share = 0.05 if flags else min(0.05, most / os.path.getsize("a.jsonl"))
     prepare_text.main(command)
