@@ -140,7 +140,7 @@ def extended(program: Path, folder: Path, code: str) -> Path:
 def train(program: Path, out_dir: Path, *words: str, ranks: int = 1, **keys) -> None:
     """Run a program's train.py once. Exits if the run fails."""
     command = [*words, *flags(**keys, out_dir=out_dir)]
-    where = dict(cwd=program, only_torch=True)
+    where = dict(cwd=program)
     processes = (
         start_ranks(ranks, *command, **where)
         if ranks > 1
@@ -158,7 +158,7 @@ def train(program: Path, out_dir: Path, *words: str, ranks: int = 1, **keys) -> 
 def interrupt(out_dir: Path, words: list[str], it: int, number: int) -> None:
     """Run train.py of this program, and send it a signal after iteration `it`."""
     command = ["train.py", *words, *flags(out_dir=out_dir)]
-    process = start(*command, cwd=ROOT, only_torch=True)
+    process = start(*command, cwd=ROOT)
     wait_for_line(process, f"iter {it}: ")
     os.kill(process.pid, number)
     finish(process, timeout=600)
