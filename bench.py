@@ -54,8 +54,8 @@ from machine import hardware
 from machine.compile_check import eager_float32, try_code
 from model import GPTConfig
 from model_fast import FastConfig, build_model
-from run import plan
-from run.curves import Run, percentile, read_run
+from tools import plan
+from tools.curves import Run, percentile, read_run
 
 TRAIN = str(Path(__file__).with_name("train.py"))
 POLL_SECONDS = 0.2  # how often to read the log

@@ -37,7 +37,7 @@ from common.console import (
 )
 from common.files import write_json
 from configurator import FIELDS, config_from
-from run.curves import Run, count4, loss_at, open_run, percentile, save_picture
+from tools.curves import Run, count4, loss_at, open_run, percentile, save_picture
 
 # Smaller differences are noise: about twice the spread of a 124M model's loss between seeds.
 LOSS_NOISE = 0.005

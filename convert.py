@@ -1,6 +1,6 @@
 """
 Convert this program's or nanoGPT's weights to Hugging Face: to its GPT-2, or, for the fast model,
-to the class in run/modeling_fast.py, which the export carries.
+to the class in tools/modeling_fast.py, which the export carries.
 
     python convert.py CKPT DIR
 
@@ -20,12 +20,12 @@ from data.tokenizer import Tokenizer
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from run.checkpoint import State
-from run.pretrained import TRANSPOSED, read_weights
+from tools.pretrained import TRANSPOSED, read_weights
 
 # OpenAI's tokenizer files, from where tiktoken downloads them
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 # The fast model's code. An export contains X.py as nightshift_X.py.
-CODE_FILES = ("run/modeling_fast.py", "model_fast.py", "model.py")
+CODE_FILES = ("tools/modeling_fast.py", "model_fast.py", "model.py")
 # The largest difference to accept, relative to the largest logit. Rounding in float32 changes
 # logits by 1e-6 in trained models and by 7e-6 with ten times larger weights. The exact GELU in
 # place of the tanh one changes them by 1e-4.
@@ -96,7 +96,7 @@ def check_logits(model: GPT | FastGPT, exported: Any) -> None:
     difference = (exported(idx).logits - logits).abs().max()
     if difference <= TOLERANCE * logits.abs().max():
         return
-    code = "run/modeling_fast.py" if isinstance(model, FastGPT) else "transformers' GPT-2"
+    code = "tools/modeling_fast.py" if isinstance(model, FastGPT) else "transformers' GPT-2"
     problem = f"the export's logits are off by {difference:.2g}: {code} is a different model"
     raise UserError(f"{problem}; share the checkpoint and its model file instead")
 
@@ -105,7 +105,7 @@ def hf_class_and_config(state: State) -> tuple[Any, Any]:
     """Return transformers' class and config."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from run import modeling_fast
+    from tools import modeling_fast
 
     config = config_from_dict(state.model_config)
     spec = state.tokenizer

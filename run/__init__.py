@@ -1,1 +1,1 @@
-"""A run: its plan and start, its folder, clock and log, and what can be read from them."""
+"""A run: its start, its folder, its clock and its log."""

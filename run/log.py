@@ -323,7 +323,7 @@ class Log:
         """Draw loss.png. During the run, compare.py draws it."""
         if not is_main() or sum(self.clock.seconds.values()) < SHORTEST_RUN:
             return
-        from run.curves import read_run, save_picture  # only here, so that runs start sooner
+        from tools.curves import read_run, save_picture  # only here, so that runs start sooner
 
         file = self.folder.path / "metrics.jsonl"
         save_picture([[read_run(file)]], file.with_name("loss.png"))

@@ -140,7 +140,7 @@ def config_of_weights(c: Config) -> tuple[Config, State, list[str]]:
     """
     if c.init_from in NOT_WEIGHTS:
         return c, State(), []
-    from run.pretrained import load_pretrained  # only here, because few runs need it
+    from tools.pretrained import load_pretrained  # only here, because few runs need it
 
     state = load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
     sizes = state.model_config

@@ -48,7 +48,7 @@ from torch.optim.optimizer import (
 
 ROOT = Path(__file__).resolve().parent.parent
 # what a copy of the program needs besides the scripts; tests, pages and results stay behind
-FOLDERS = ("run", "machine", "data", "common", "config")
+FOLDERS = ("run", "tools", "machine", "data", "common", "config")
 
 needs_signals = pytest.mark.skipif(
     sys.platform == "win32", reason="Windows sends no process a signal that it could answer"
@@ -372,7 +372,7 @@ class InProcessRun:
                 # what they hold
                 mock.patch("subprocess.Popen", side_effect=OSError),
                 # drawing loss.png would take longer than all the rest
-                mock.patch("run.curves.save_picture", side_effect=OSError),
+                mock.patch("tools.curves.save_picture", side_effect=OSError),
             ]
         if any(what == "disk" for what, _ in self.at):
             patches.append(before_disk_calls(lambda: self.happens("disk")))

@@ -17,7 +17,7 @@ from program import ROOT, InProcessRun, run, write_tokens
 
 import compare
 from common.console import UserError
-from run.curves import Run, draw, open_run
+from tools.curves import Run, draw, open_run
 
 TINY = dict(n_layer=1, n_embd=16, max_iters=4, eval_interval=2, eval_tokens=256)
 

@@ -20,21 +20,22 @@ MAY_IMPORT = {
     "machine": LIBRARY,
     "machine/cost.py": ["optimizer", *LIBRARY],
     "optimizer": ["configurator", "model", "model_fast", "common"],
-    "run": LIBRARY,
+    "run": ["tools", *LIBRARY],
+    "tools": ["run", *LIBRARY],
     "train": ["optimizer", "run", *LIBRARY],
-    "sample": ["run", *LIBRARY],
-    "convert": ["run", *LIBRARY],
-    "compare": ["run", *LIBRARY],
-    "bench": ["run", *LIBRARY],
+    "sample": ["tools", *LIBRARY],
+    "convert": ["run", "tools", *LIBRARY],
+    "compare": ["tools", *LIBRARY],
+    "bench": ["tools", *LIBRARY],
     "night": ["common"],
-    "docs": ["optimizer", "run", *LIBRARY],
+    "docs": ["optimizer", "run", "tools", *LIBRARY],
 }
 PREPARATIONS = ["data.prepare_text", "data.prepare_fineweb"]  # nobody imports these
 # imported where they are used, because a machine with prepared shards trains without them
 OPTIONAL = {"tiktoken", "datasets", "tokenizers", "matplotlib", "wandb", "tensorboard"}
 
 
-FOLDERS = ("common", "data", "docs", "machine", "run")
+FOLDERS = ("common", "data", "docs", "machine", "run", "tools")
 FILES = [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).glob("*.py"))]
 CODE = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in FILES}
 
@@ -75,11 +76,11 @@ SCRIPTS: dict[str, set[str]] = {
         "pyarrow",
         "data.writer",  # imports tqdm
         "huggingface_hub",
-        "run.curves",
-        "run.plan",
-        "run.pretrained",
+        "tools.curves",
+        "tools.plan",
+        "tools.pretrained",
         "run.tracker",
-        "run.modeling_fast",
+        "tools.modeling_fast",
         "compare",
         "bench",
         "sample",

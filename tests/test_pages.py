@@ -14,7 +14,7 @@ from program import ROOT
 
 from configurator import load_config
 
-FOLDERS = ("common", "data", "machine", "run")  # with the program's modules
+FOLDERS = ("common", "data", "machine", "run", "tools")  # with the program's modules
 
 # -----------------------------------------------------------------------------
 # Links, commands, names

@@ -10,7 +10,7 @@ from doc_pages import GUIDES, code_blocks, holds, numbers, page_name, plan, read
 from program import ROOT
 
 from configurator import load_config
-from run.curves import open_run
+from tools.curves import open_run
 
 
 def test_the_fast_config_has_all_settings_of_the_public_runs():

@@ -32,7 +32,7 @@ from program import (
     write_tokens,
 )
 
-from run.curves import draw, open_run
+from tools.curves import draw, open_run
 
 TINY = TINY_RUN | dict(
     learning_rate=1e-2,
