@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     restore(state, optimizer, scaler)
-    if state.complete:  # its checkpoint has the averages as weights; the weights go on
+    if state.complete:  # it has ended with averages, if there are any, but goes on from the weights
         swap_averages(optimizer)
     batches = Batches(data, c, hw.device, it)
 
@@ -153,8 +153,8 @@ def main(argv: list[str]) -> int:
                 end_if_skipping(skips)
         it, val_loss = it + 1, None  # nobody has evaluated the new weights
 
-    # The end. A complete run takes the averages of its weights, if the optimizer keeps them, and is
-    # evaluated. One that was stopped before is only saved, and resumes where it stopped
+    # The end. A complete run exchanges its weights for their averages, if the optimizer keeps them,
+    # and is evaluated. One that was stopped before is only saved, and resumes where it stopped
     if over:
         if swap_averages(optimizer):
             log.report_averages(it)
