@@ -3,6 +3,7 @@ Check how a run's folder is written and read. integration/test_disks.py does so 
 real disks.
 """
 
+import errno
 import json
 import math
 import operator
@@ -12,6 +13,7 @@ import sys
 import pytest
 import torch
 from fault_injection import PAGE, fill, free
+from program import contents
 
 from common.console import keep_transcript
 from common.files import read_record
@@ -109,6 +111,23 @@ def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_pa
     assert kept_after(8, 2.0, True) == [8]
     (tmp_path / checkpoint_name(8)).write_bytes(b"cut")  # it may be the best on a disk that fails
     assert kept_after(9, 6.0, True) == [8, 9]
+
+
+def test_a_disk_that_renames_onto_no_file_takes_a_checkpoint_twice(tmp_path, monkeypatch):
+    """Some network disks refuse that, and a resume may save an iteration again."""
+    replace = os.replace
+
+    def refuse(old, new):
+        if new.exists():
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        replace(old, new)
+
+    monkeypatch.setattr("os.replace", refuse)
+    folder = RunFolder(tmp_path, keep=2)
+    for loss in (5.0, 4.0):
+        folder.save(state(2, loss))
+        assert float(load_newest(tmp_path).model["w"][0]) == loss
+    assert contents(tmp_path).keys() == {"metrics.jsonl", checkpoint_name(2)}
 
 
 KEPT = b"""{"kind": "start", "iter": 0}
