@@ -88,7 +88,7 @@ def test_a_run_takes_other_hyperparameters_only_with_init_from_resume(is_over, c
 
 
 def test_an_unfinished_run_is_refused_fewer_iterations_than_it_has_done(corpus, ran):
-    """The fast recipe would replace its only raw weights by averages."""
+    """It would end without decaying the learning rate."""
     keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=4)
     train(**keys)
     state = ran.state()
