@@ -54,16 +54,14 @@ class Clock:
     # -------------------------------------------------------------------------
     # Changes
 
-    def lap(self, category: str) -> float:
-        """Wait for the device, book the time since the last lap, and return it in seconds."""
+    def lap(self, category: str) -> None:
+        """Wait for the device, and book the time since the last lap."""
         self.synchronize()
         now = time.perf_counter()
-        seconds = now - self.lapped_at
+        self.seconds[category] += now - self.lapped_at
         self.lapped_at = now
-        self.seconds[category] += seconds
         if category in ("start-up", "checkpoints"):
             self.save_timer_began = now
-        return seconds
 
     @contextlib.contextmanager
     def pause(self, category: str, before: str = "steps") -> Iterator[None]:
