@@ -331,6 +331,7 @@ class Hyperparameters:
 class LaunchKeys:
     second: Location = ""
 """
+BIAS_LINE = "    bias: Tensor | None = None,\n    weights: Tensor | None = None,\n"
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
 MODEL_LINE = "    model = make_model(sizes, c.seed, hw, state)\n"
@@ -346,7 +347,7 @@ TEACHER |= {"configurator.py": 'class LaunchKeys:\n    teacher: Location = ""'}
 TEACHER_EDITS = [
     (DATA_LINE, DATA_LINE + READ_TEACHER),
     (MODEL_LINE, MODEL_LINE + TEACH),
-    (line := "    weights: Tensor | None = None,\n", line + "    *more: Tensor,\n"),
+    (BIAS_LINE, BIAS_LINE + "    *more: Tensor,\n"),
     ("in (targets, weights) if", "in (targets, weights, *more) if"),
 ]
 MIXTURE_EDITS = [
