@@ -17,6 +17,7 @@ begun.
 
 import math
 import time
+from dataclasses import replace
 from signal import Signals
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -68,12 +69,13 @@ def main(argv: list[str]) -> int:
         return 0
     hw = hardware.set_up(c)
     sizes = model_config(c, data.vocab, state.model_config)
-    c = fit_device(c, sizes, hw)
+    asked, c = c, fit_device(c, sizes, hw)  # a start on another device fits what was asked anew
     ranks.join(config=c, checkpoint=(it, val_loss), dataset=data.fingerprint, device=hw.name)
 
     # What learns, and from what
     model = make_model(sizes, c.seed, hw, state)
-    about = [*origin_lines(c, state), hw.line(c.compile), describe(model, data.vocab), data.line()]
+    about = [*origin_lines(asked, state), hw.line(c.compile)]
+    about += [describe(model, data.vocab), data.line()]
     if c.eval_only:
         say(*about)
         evaluate_only(model, data, c, hw, it)
@@ -114,7 +116,8 @@ def main(argv: list[str]) -> int:
         with clock.pause("checkpoints"):
             end_if_diverged(model, it, val_loss)
             progress = dict(iter_num=it, val_loss=val_loss, complete=complete)
-            state = state_to_save(c, data, model, optimizer, scaler, clock, progress)
+            keys = config_values(replace(asked, dtype=c.dtype))  # auto keeps what it means here
+            state = state_to_save(keys, data, model, optimizer, scaler, clock, progress)
             log.report_save(it, complete, *ranks.on_main(folder.save, state))
 
     # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
@@ -388,14 +391,16 @@ def end_if_diverged(model, it: int, val_loss: float | None) -> None:
         raise UserError(f"{problem}; try --init_from=resume with a lower learning_rate; {RESUME}")
 
 
-def state_to_save(c, data: Dataset, model, optimizer, scaler, clock, progress: dict) -> State:
+def state_to_save(
+    keys: dict, data: Dataset, model, optimizer, scaler, clock, progress: dict
+) -> State:
     """Collect what a resume needs. `progress` are the State's fields that say how far it is."""
     return State(
         model=model.state_dict(),
         model_config=config_to_dict(model.config),
         vocab=data.vocab,
         tokenizer=data.tokenizer,
-        config=config_values(c),
+        config=keys,
         data_fingerprint=data.fingerprint,
         ledger=clock.seconds,
         optimizer=optimizer.state_dict(),

@@ -44,7 +44,17 @@ def test_a_resume_keeps_the_tokens_per_iteration_of_its_run(config, keys, ran):
     assert again.code == 0, again.err
     assert ran.column("start", "tokens_per_iter") == [512, 512]
     assert [c["batch_size"] for c in ran.column("start", "config")] == [4, 2]
-    assert [ran.state(it)["config"]["batch_size"] for it in ran.saved] == [4, 2]
+    assert [ran.state(it)["config"]["batch_size"] for it in ran.saved] == [4, 3]
+
+
+def test_a_start_on_a_small_machine_changes_nothing_for_later_starts(config, keys, ran):
+    """Name only the folder on a machine where more fits, and the run takes more again."""
+    with mock.patch("machine.cost.CPU_BATCH", 2):
+        assert run("train.py", config, *flags(**keys | dict(max_iters=2))).code == 0
+    again = run("train.py", *flags(out_dir=ran.out_dir, max_iters=4))
+    assert again.code == 0, again.err
+    assert [c["batch_size"] for c in ran.column("start", "config")] == [2, 4]
+    assert "resume: max_iters = 4 (was 2)" in again.out and "resume: batch_size" not in again.out
 
 
 # what a command sets, its processes; batch_size and gradient_accumulation_steps, or the problem.
@@ -56,7 +66,7 @@ RESUMED = [
     ("--batch_size=12 --gradient_accumulation_steps=80", 1, "this run has 491520"),
     ("--batch_size=7", 1, "this run has 491520"),
     ("--tokens_per_iter=245760", 1, "this run has 491520"),
-    ("--batch_size=12 --gradient_accumulation_steps=40", 3, (8, 60)),
+    ("--batch_size=12", 3, (8, 60)),
     ("--batch_size=10 --gradient_accumulation_steps=48", 3, (10, 48)),
 ]
 
