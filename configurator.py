@@ -58,7 +58,10 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 @dataclass(frozen=True)
 class RunKeys:
-    """A run keeps these for good: to change one, begin a new run in another out_dir."""
+    """
+    A run keeps these for good: to change one, begin a new run in another out_dir. Only init_from
+    may always be scratch or resume, which name no weights.
+    """
 
     # Start
     init_from: Location = "scratch"  # new run: scratch, gpt2, OWNER/NAME, path; resume: no new run
@@ -76,8 +79,11 @@ class RunKeys:
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
-    """A run keeps these too, but --init_from=resume lets a command change them."""
+class TrainingKeys:
+    """
+    A run keeps these too, but --init_from=resume lets a command change them, and --eval_only
+    ignores the run's. dtype=auto and eval_iters keep what the run has.
+    """
 
     # Optimizer
     learning_rate: float = 6e-4  # peak rate; with Muon: attention's (see config/fast.py)
@@ -93,11 +99,16 @@ class Hyperparameters:
     decay_fraction: UpToOne = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
     warmup_iters: int = 2000  # iterations of linear warmup
     min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
+    # Evaluation
+    eval_tokens: Positive = 2457600  # val tokens per evaluation; of train as many, up to 2**20
 
 
 @dataclass(frozen=True)
 class LaunchKeys:
-    """A run takes these from each command that sets them. Only its tokens must stay the same."""
+    """
+    A run takes these from each command that sets them. But the tokens of an iteration and of the
+    dataset must stay the same, and no unfinished run gets less than it has done.
+    """
 
     # Length
     max_iters: int = 600000  # iterations to train
@@ -106,12 +117,11 @@ class LaunchKeys:
     # Data
     dataset: Location = "openwebtext"  # a folder in data/, or a path
     batch_size: Positive = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
-    gradient_accumulation_steps: Positive = 40  # micro-batches per iteration, over all GPUs
+    gradient_accumulation_steps: Positive = 40  # over all GPUs; if set, tokens_per_iter is off
     tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
     # I/O
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     eval_interval: Positive = 2000  # iterations between evaluations
-    eval_tokens: Positive = 2457600  # val tokens per evaluation; of train as many, up to 2**20
     eval_only: bool = False  # evaluate out_dir's run or init_from's weights once; write nothing
     sample_tokens: int = 0  # print a sample of this many tokens after each evaluation; 0: none
     checkpoint_interval: int = 0  # iterations between checkpoints; 0: every ten minutes
@@ -130,7 +140,7 @@ class LaunchKeys:
 
 
 @dataclass(frozen=True)
-class Config(LaunchKeys, Hyperparameters, RunKeys):
+class Config(LaunchKeys, TrainingKeys, RunKeys):  # the last base has the first keys
     """
     Train a GPT. Ctrl-C saves and stops the run; the same command resumes it.
 
@@ -420,19 +430,20 @@ def print_help(keys: type = Config) -> None:
     print(f"usage: python {script} [config.py ...] [--key=value ...]   (flags win over files)\n")
     print(inspect.cleandoc(keys.__doc__ or ""))
     known = find_keys(keys)
-    parts = map(inspect.getsource, reversed(keys.__mro__[:-1]))
-    for line in "".join(parts).splitlines():
-        if rule := re.fullmatch(r'    """(.+)"""', line):
-            print(f"\n{rule[1]}")
-        elif title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
-            print(f"\n{title[1]}:")
-        elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
-            name, default, meaning = key[1], key[2].strip('"').removesuffix(".0") or '""', key[3]
-            kind, *_, choices = key_type(known[name])
-            flag = f"  --{name}={'|'.join(choices) or kind.__name__}"
-            text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"
-            text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
-            print(text.replace("\xa0", " "))  # \xa0 kept "(default: ...)" on one line
+    for part in reversed(keys.__mro__[:-1]):
+        if part is not keys:
+            print(f"\n{inspect.getdoc(part)}")
+        for line in inspect.getsource(part).splitlines():
+            if title := re.fullmatch(r"    # (\w[\w/ ]*)", line):
+                print(f"\n{title[1]}:")
+            elif (key := re.match(r"    (\w+): .* = (.+?)  # (.+)", line)) and key[1] in known:
+                name, meaning = key[1], key[3]
+                default = key[2].strip('"').removesuffix(".0") or '""'
+                kind, *_, choices = key_type(known[name])
+                flag = f"  --{name}={'|'.join(choices) or kind.__name__}"
+                text = f"{flag:<{HELP_COLUMN}}{meaning} (default:\xa0{default})"
+                text = textwrap.fill(text, 100, subsequent_indent=" " * HELP_COLUMN)
+                print(text.replace("\xa0", " "))  # \xa0 kept "(default: ...)" on one line
 
 
 def main(argv: list[str]) -> None:

@@ -17,8 +17,8 @@ from configurator import (
     FIELDS,
     NOT_WEIGHTS,
     Config,
-    Hyperparameters,
     RunKeys,
+    TrainingKeys,
     config_from,
     find_keys,
     read_config,
@@ -104,9 +104,9 @@ def config_of_run(c: Config, before: Config) -> tuple[Config, list[str]]:
     c = replace(c, **{name: getattr(before, name) for name in unset})
     new = "another --out_dir for a new run"
     c, problems = keep_values(c, values(before, RunKeys), c.out_dir, new)
-    if not may_change:
+    if not (may_change or c.eval_only):
         ways = f"{new}, or --init_from=resume to change it in this one"
-        c, more = keep_values(c, values(before, Hyperparameters), c.out_dir, ways)
+        c, more = keep_values(c, values(before, TrainingKeys), c.out_dir, ways)
         problems += more
     return c, problems
 

@@ -325,7 +325,7 @@ class Config:
 """
 }
 KEYS = """
-class Hyperparameters:
+class TrainingKeys:
     z_loss: float = 0.0
 
 class LaunchKeys:

@@ -78,9 +78,11 @@ def test_a_run_takes_other_hyperparameters_only_with_init_from_resume(is_over, c
         trainer.at["iteration", 5] = sigterm
     trainer.launch(**keys)
     before = contents(ran.out_dir)
-    for name, value, other in (("learning_rate", 0.01, 0.02), ("dropout", 0.0, 0.1)):
+    others = (("learning_rate", 0.01, 0.02), ("dropout", 0.0, 0.1), ("eval_tokens", 10 * T, 64))
+    for name, value, other in others:
         ways = (f"--{name}={value}", "another --out_dir", "--init_from=resume")
         refused(run("train.py", *flags(**keys | {name: other})), f"{name}: ", *ways)
+    train(**keys | dict(learning_rate=0.02, eval_only=True))  # which depends on none of them
     assert contents(ran.out_dir) == before
     result = train(**keys | dict(learning_rate=0.02, max_iters=10, init_from="resume"))
     assert "resume: learning_rate = 0.02 (was 0.01)" in result.out
