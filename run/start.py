@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.console import UserError, raise_if_any
+from common.console import BELOW, UserError, raise_if_any
 from common.process import is_main, world_size
 from configurator import (
     FIELDS,
@@ -20,6 +20,7 @@ from configurator import (
     RunKeys,
     TrainingKeys,
     config_from,
+    config_values,
     find_keys,
     read_config,
     resolve,
@@ -44,13 +45,13 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     if is_main() and not c.eval_only and (folder.path / "lock").exists():
         folder.lock()  # from now on, no other run changes its checkpoints
     state = find_checkpoint(c)
-    before = None
+    before, problems = None, []
     if state.is_run:
         before = config_from(state.config)
-        c, problems = config_of_run(c, before)
+        c = config_of_run(c, before)
         problems += length_problems(c, before, state)
     else:
-        c, state, problems = config_of_weights(c)
+        c, state = config_of_weights(c)
     c, impossible = resolve(c, world_size(), before)
     problems += impossible
     try:
@@ -89,31 +90,26 @@ def find_checkpoint(c: Config) -> State:
 # What the checkpoint or the weights decide
 
 
-def config_of_run(c: Config, before: Config) -> tuple[Config, list[str]]:
+def config_of_run(c: Config, before: Config) -> Config:
     """
-    Return the configuration of a run that goes on, and the problems. A key that the command does
-    not set keeps the run's value; the classes of configurator.py say what happens to one that it
-    sets.
+    Return the configuration of a run that goes on. A key that the command does not set keeps the
+    run's value; the classes of configurator.py say what happens to one that it sets. Raises
+    UserError if it sets keys that the run keeps.
     """
-    may_change = c.init_from == "resume"
+    may_change = c.init_from == "resume" or c.eval_only
     if c.init_from in NOT_WEIGHTS:  # names no weights, so the run keeps those that it began with
         c = replace(c, init_from=before.init_from)
     if c.dtype == "auto":  # means what it meant when the run began
         c = replace(c, dtype=before.dtype)
     unset = FIELDS.keys() - c.set_keys - {"out_dir"}
     c = replace(c, **{name: getattr(before, name) for name in unset})
-    new = "another --out_dir for a new run"
-    c, problems = keep_values(c, values(before, RunKeys), c.out_dir, new)
-    if not (may_change or c.eval_only):
-        ways = f"{new}, or --init_from=resume to change it in this one"
-        c, more = keep_values(c, values(before, TrainingKeys), c.out_dir, ways)
-        problems += more
-    return c, problems
-
-
-def values(c: Config, keys: type) -> dict[str, Any]:
-    """Return the values of the keys that one of configurator.py's classes lists."""
-    return {name: getattr(c, name) for name in find_keys(keys)}
+    kept = [RunKeys] if may_change else [RunKeys, TrainingKeys]
+    others = others_than(c, {name: getattr(before, name) for k in kept for name in find_keys(k)})
+    ways = "another --out_dir for a new run"
+    if not others.keys() & find_keys(RunKeys):
+        ways += ", --init_from=resume to change this one"
+    refuse(others, c, c.out_dir, ways)
+    return c
 
 
 def length_problems(c: Config, before: Config, state: State) -> list[str]:
@@ -133,37 +129,42 @@ def length_problems(c: Config, before: Config, state: State) -> list[str]:
     ]
 
 
-def config_of_weights(c: Config) -> tuple[Config, State, list[str]]:
+def config_of_weights(c: Config) -> tuple[Config, State]:
     """
     Load the weights that init_from names, if it does. Returns the configuration with their sizes,
-    what the run begins with, and the problems. Raises UserError.
+    and what the run begins with. Raises UserError.
     """
     if c.init_from in NOT_WEIGHTS:
-        return c, State(), []
+        return c, State()
     from tools.pretrained import load_pretrained  # only here, because few runs need it
 
     state = load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
     sizes = state.model_config
     of_model = {"model", *(f.name for f in fields(FastConfig))}
-    saved = {n: sizes.get(n, f.default) for n, f in find_keys(RunKeys).items() if n in of_model}
+    theirs = {n: sizes.get(n, f.default) for n, f in find_keys(RunKeys).items() if n in of_model}
     if sizes["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
-        saved |= dict(pad_vocab_multiple=1)
-    c, problems = keep_values(c, saved, c.init_from, "another --init_from")
-    return c, state, problems
+        theirs |= dict(pad_vocab_multiple=1)
+    refuse(others_than(c, theirs), c, c.init_from, "another --init_from")
+    return replace(c, **theirs), state
 
 
-def keep_values(c: Config, saved: dict, source: str, ways: str) -> tuple[Config, list[str]]:
+def others_than(c: Config, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved values of the keys that a file or flag sets to something else."""
+    return {n: value for n, value in saved.items() if n in c.set_keys and getattr(c, n) != value}
+
+
+def refuse(others: dict[str, Any], c: Config, source: str, ways: str) -> None:
     """
-    Return the configuration with the saved values of these keys, and a problem for each key that a
-    file or flag sets to something else. `ways` says what else the user may do.
+    Raise UserError if `source` has other values than the command: a line for each, and one with
+    what to type. `ways` says what else the user may do.
     """
-    problems = [
-        f"{name}: {source} has {value!r}, you asked for {getattr(c, name)!r}. "
-        f"Give --{name}={value}, or {ways}"
-        for name, value in saved.items()
-        if name in c.set_keys and getattr(c, name) != value
-    ]
-    return replace(c, **saved), problems
+    if others:
+        lines = [
+            f"{n}: {source} has {x!r}, you asked for {getattr(c, n)!r}" for n, x in others.items()
+        ]
+        words = " ".join(f"--{name}={value}" for name, value in others.items())
+        lines[-1] += f"{BELOW}give {ways}, or {words}"
+        raise UserError(*lines)
 
 
 def origin_lines(c: Config, state: State) -> list[str]:
@@ -180,10 +181,9 @@ def origin_lines(c: Config, state: State) -> list[str]:
     lines = [f"resume: {state.source}, iteration {state.iter_num:,}{first}"]
     if c.eval_only:
         return lines
-    for name, before in values(config_from(state.config), Config).items():
-        if (now := getattr(c, name)) != before:
-            lines.append(f"resume: {name} = {now!r} (was {before!r})")
-    return lines
+    before = config_values(config_from(state.config))
+    changed = {name: x for name, x in config_values(c).items() if x != before[name]}
+    return lines + [f"resume: {name} = {x!r} (was {before[name]!r})" for name, x in changed.items()]
 
 
 # -----------------------------------------------------------------------------

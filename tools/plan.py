@@ -56,9 +56,9 @@ def plan(config: Config, options: Namespace) -> dict:
     `options` holds plan's flags, None if not given. Raises UserError.
     """
     # The run. Weights in init_from set the model's sizes, and a dataset its vocabulary
-    c, begin, problems = config_of_weights(config)
-    c, impossible = resolve(c, options.gpus)
-    raise_if_any(problems + impossible)
+    c, begin = config_of_weights(config)
+    c, problems = resolve(c, options.gpus)
+    raise_if_any(problems)
     dataset_tokens, gpus = options.dataset_tokens, options.gpus
     vocab = vocab_where_missing(c)
     if vocab is None:

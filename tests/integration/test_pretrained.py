@@ -132,7 +132,7 @@ def test_weights_keep_their_bias_and_padding_and_say_which_flags_to_type(tmp_pat
     Path("gpu.py").write_text(f"{NANOGPTS_CONFIG}bias = True\npad_vocab_multiple = 128\n")
     where = ("gpu.py", f"--dataset={data}", f"--init_from={ckpt}", "--out_dir=more")
     result = run("train.py", *where, "--max_iters=4")
-    asked = re.findall(r"you asked for .*Give (--\S+), or", result.err)
+    (asked,) = (words.split() for words in re.findall(r"give .*, or (--.*)", result.err))
     assert (result.code, asked) == (1, ["--bias=False", "--pad_vocab_multiple=1"])
     for its in (4, 6):  # the second launch resumes the first
         result = run("train.py", *where, *asked, f"--max_iters={its}")

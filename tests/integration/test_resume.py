@@ -89,6 +89,22 @@ def test_a_run_takes_other_hyperparameters_only_with_init_from_resume(is_over, c
     assert ran.state()["config"]["learning_rate"] == 0.02
 
 
+def test_a_command_of_another_run_gets_a_line_for_each_key_and_one_with_what_to_type(corpus, ran):
+    """Two configs that share an out_dir differ in many keys, also in some that a resume changes."""
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir)
+    train(**keys | dict(max_iters=0))
+    others = dict(n_layer=3, learning_rate=0.02, batch_size=9)
+    result = run("train.py", *flags(**keys | others))
+    *differ, last = result.err.splitlines()
+    assert result.code == 1
+    assert [line.split(":")[:2] for line in differ] == [
+        ["error", " n_layer"],
+        ["error", " learning_rate"],
+    ]
+    words = f"--n_layer={SHORT_RUN['n_layer']} --learning_rate=0.01"
+    assert last == f"    give another --out_dir for a new run, or {words}"
+
+
 def test_an_unfinished_run_is_refused_fewer_iterations_than_it_has_done(corpus, ran):
     """It would end without decaying the learning rate."""
     keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=4)
