@@ -61,12 +61,14 @@ def main(argv: list[str]) -> int:
     # The run: its configuration, its folder, and what it begins with: a checkpoint to continue,
     # weights, or nothing. Each rank reads this for itself, and join() ends the run if they differ
     c, state, folder = choose_run(argv)
-    it, val_loss, hours = state.iter_num, state.val_loss, training_hours(state.ledger)
+    it, val_loss = state.iter_num, state.val_loss
+    key = why_over(c, it, training_hours(state.ledger))
+    if state.complete and key and not c.eval_only:
+        ways = f"a larger --{key} continues it, another --out_dir begins a new run"
+        say(f"{c.out_dir}: all {it:,} iterations are done ({key} = {getattr(c, key)}); {ways}")
+        return 0
     data = open_data(c)  # may download the tokens first
     check_data(c, data, state)
-    if state.complete and why_over(c, it, hours) and not c.eval_only:
-        say(f"{c.out_dir}: all {it:,} iterations are done; another --out_dir begins a new run")
-        return 0
     hw = hardware.set_up(c)
     sizes = model_config(c, data.vocab, state.model_config)
     asked, c = c, fit_device(c, sizes, hw)  # a start on another device fits what was asked anew

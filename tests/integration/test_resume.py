@@ -25,13 +25,14 @@ def ran(tmp_path) -> Run:
 
 
 def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran):
-    """The same command, or one with fewer iterations or another line, writes nothing."""
+    """The same command, or one with fewer iterations or another line, opens and writes nothing."""
     keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, warmup_iters=0)
     keys |= dict(lr_schedule="wsd", decay_fraction=0.5, learning_rate=0.01, min_lr=0.0)
     train(**keys | dict(max_iters=4))
     before = contents(ran.out_dir)
     for again in (dict(max_iters=4), dict(max_iters=2), dict(max_iters=4, log_interval=2)):
-        assert "all 4 iterations are done" in train(**keys | again).out
+        said = f"all 4 iterations are done (max_iters = {again['max_iters']})"
+        assert said in train(**keys | again | dict(dataset="missing")).out
     assert contents(ran.out_dir) == before
     train(**keys | dict(max_iters=8))
     assert ran.steps("iter") == [*range(8)]
@@ -140,6 +141,6 @@ def test_resuming_is_refused_if_a_file_of_the_dataset_changed(split, letters, ra
     before = contents(ran.out_dir)
     ids = np.fromfile(data / f"{split}.bin", "<u2")
     ids[::-1].tofile(data / f"{split}.bin")
-    for more in (dict(max_iters=4, init_from="resume"), {}):  # also if the run is complete
-        refused(run("train.py", *flags(**keys | more)), str(data))
+    more = dict(max_iters=4, init_from="resume")
+    refused(run("train.py", *flags(**keys | more)), str(data))
     assert contents(ran.out_dir) == before
