@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     restore(state, optimizer, scaler)
     if state.complete:  # it has ended with averages, if there are any, but goes on from the weights
         swap_averages(optimizer)
-    batches = Batches(data, c, hw.device, it)
+    batches = Batches(data, c, hw.device)
 
     # What keeps the books. From here on out_dir belongs to this run
     ranks.on_main(folder.claim, state)  # only rank 0 writes

@@ -70,46 +70,38 @@ class ShuffledWindows:
 
 class Batches:
     """
-    Read this rank's training micro-batches into host memory, hand them out in order on the device,
-    an iteration's worth at a time. What is handed out is what to_batch() returns.
-
-    Of n ranks, each takes every n-th micro-batch. The first iteration to take is `it`.
+    Read this rank's training micro-batches of an iteration, and hand them out on the device. What
+    is handed out is what to_batch() returns. Of n ranks, each takes every n-th micro-batch.
     """
 
-    def __init__(self, data: Dataset, config: Config, device: torch.device, it: int):
+    def __init__(self, data: Dataset, config: Config, device: torch.device):
         self.windows = ShuffledWindows(data.train, config.block_size, config.seed)
         self.device = device
         self.config = config
-        # the first sequence of this rank's next micro-batch to read
-        taken = config.tokens_between(0, it) // config.block_size  # by all ranks together
-        self.next = taken + rank() * config.batch_size
-        self.waiting: list[Tensor] = []  # micro-batches read but not taken yet
+        self.ahead: dict[int, list[Tensor]] = {}  # an iteration that was read in advance
 
-    def read(self, it: int) -> int:
+    def read(self, it: int) -> list[Tensor]:
         """
-        Read until this rank's micro-batches of iteration `it`, (B, T + 1) each, wait in host
-        memory, and return their number. Put random augmentation of the text into take(), not here:
-        this runs ahead of training, before the iteration's seed is set. Raises OSError and
-        UserError.
+        Return this rank's windows of iteration `it`, a (B, T + 1) for each micro-batch, in host
+        memory. Put random augmentation of the text into take(), not here: this runs ahead of
+        training, before the iteration's seed is set. Raises OSError and UserError.
         """
-        B, tokens = self.config.batch_size, self.config.tokens_between(it, it + 1)
-        accum = tokens // (world_size() * B * self.config.block_size)
-        while len(self.waiting) < accum:
-            windows = torch.from_numpy(self.windows.read(self.next, B))
-            self.waiting.append(windows.pin_memory() if self.device.type == "cuda" else windows)
-            self.next += world_size() * B
-        return accum
+        c, B, ranks = self.config, self.config.batch_size, world_size()
+        first, end = (c.tokens_between(0, n) // c.block_size for n in (it, it + 1))  # of all ranks
+        starts = [first + (n * ranks + rank()) * B for n in range((end - first) // (ranks * B))]
+        blocks = [torch.from_numpy(self.windows.read(start, B)) for start in starts]
+        return [block.pin_memory() for block in blocks] if self.device.type == "cuda" else blocks
 
     def read_ahead(self, it: int) -> None:
         """Read iteration `it` in advance, while the device works. take() raises its errors."""
+        self.ahead = {}
         with contextlib.suppress(OSError, UserError):
-            self.read(it)
+            self.ahead = {it: self.read(it)}
 
     def take(self, it: int) -> list[Batch]:
         """Return iteration `it`'s micro-batches. Raises OSError and UserError."""
-        accum = self.read(it)
-        taken, self.waiting = self.waiting[:accum], self.waiting[accum:]
-        return [to_batch(windows, self.device) for windows in taken]
+        blocks = self.ahead.get(it) or self.read(it)
+        return [to_batch(windows, self.device) for windows in blocks]
 
 
 def to_batch(windows: Tensor, device: torch.device) -> Batch:

@@ -19,13 +19,13 @@ import torch
 from documents import Hub, serve_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import ROOT, finish, start, wait_for_line, write_tokens
+from program import ROOT, finish, same, start, wait_for_line, write_tokens
 
 from common.console import UserError
 from configurator import Config, load_config
 from data import prepare_text
 from data.download import make_or_explain, vocab_where_missing
-from data.loader import ShuffledWindows, eval_batches, to_batch
+from data.loader import Batches, ShuffledWindows, eval_batches, to_batch
 from data.shards import Shard, ShardTokens, open_dataset, open_shard
 
 
@@ -84,6 +84,17 @@ def split_of_numbers(folder: Path, sizes: list[int]) -> ShardTokens:
         path.write_bytes(shard(np.arange(ends[i], ends[i] + size)))
         shards.append(open_shard(path))
     return ShardTokens(shards, 50_000)
+
+
+def test_the_batch_of_an_iteration_follows_from_its_number_alone(tokens):
+    """Ask twice, backwards over an epoch, and for one that was read in advance or was not."""
+    c = Config(batch_size=2, gradient_accumulation_steps=3, block_size=16)
+    batches = Batches(open_dataset(str(tokens)), c, torch.device("cpu"))
+    first = [batches.take(it) for it in range(20)]
+    batches.read_ahead(5)
+    for it in (5, 5, 0, 19, 6, 2):
+        assert same(batches.take(it), first[it])
+    assert not same(first[5], first[6])
 
 
 def test_finds_a_token_behind_the_first_two_billion():

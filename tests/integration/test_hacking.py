@@ -352,7 +352,7 @@ TEACHER_EDITS = [
 ]
 MIXTURE_EDITS = [
     (DATA_LINE, DATA_LINE + SECOND + REFUSE),
-    (line := "    batches = Batches(data, c, hw.device, it)\n", line + MIX),
+    (line := "    batches = Batches(data, c, hw.device)\n", line + MIX),
 ]
 MIXTURE |= {
     "configurator.py": """
