@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
             progress = dict(iter_num=it, val_loss=val_loss, complete=complete)
             keys = config_values(replace(asked, dtype=c.dtype))  # auto keeps what it means here
             state = state_to_save(keys, data, model, optimizer, scaler, clock, progress)
-            log.report_save(it, complete, *ranks.on_main(folder.save, state))
+            log.report_save(it, complete, *ranks.on_main(folder.save, state, c.keep_checkpoints))
 
     # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
     # the same command continues from the newest checkpoint

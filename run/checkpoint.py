@@ -208,11 +208,17 @@ class RunFolder:
     with its connection.
     """
 
-    def __init__(self, path: Path, keep: int = 1):
+    def __init__(self, path: Path, only_reads: bool = False):
+        """
+        Take a run's folder and, unless this process `only_reads` in it, lock it, so that no other
+        run changes its checkpoints. A new run locks its folder in claim(). Raises OSError and
+        UserError.
+        """
         self.path = path
-        self.keep = keep  # how many of the newest checkpoints to keep, besides the best
         self.lock_file: BinaryIO | None = None
         self.has_warned = False  # that the disk does not take a log's line
+        if (path / "lock").exists() and not only_reads:
+            self.lock()
 
     def lock(self) -> None:
         """Lock the folder until this process ends. Raises OSError and UserError."""
@@ -250,19 +256,20 @@ class RunFolder:
             raise
         keep_transcript(lambda text: self.append("log.txt", text))
 
-    def save(self, state: State) -> tuple[int, bool]:
+    def save(self, state: State, keep: int) -> tuple[int, bool]:
         """
-        Write the newest checkpoint. Older checkpoints are deleted before the write to make room,
-        but the newest and the best one stay until it has succeeded. Returns its bytes, and whether
-        it is the best. Raises UserError if the disk is full, failing or missing.
+        Write the newest checkpoint, and keep so many of the newest, besides the best. Older ones
+        are deleted before the write to make room, but the newest and the best stay until it has
+        succeeded. Returns its bytes, and whether it is the best. Raises UserError if the disk is
+        full, failing or missing.
         """
         path = self.path / checkpoint_name(state.iter_num)
         try:
-            self.prune(max(1, self.keep - 1))
+            self.prune(max(1, keep - 1))
             with open(self.path / "metrics.jsonl", "ab") as log:
                 os.fsync(log.fileno())  # a resume would not repeat the evaluation that it records
             write(state, path)
-            is_best = self.prune(self.keep) == path and state.val_loss is not None
+            is_best = self.prune(keep) == path and state.val_loss is not None
             return path.stat().st_size, is_best
         except OSError as error:
             hint = "once that is fixed, the same command continues"

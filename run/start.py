@@ -41,9 +41,7 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     the run begins with, and the run's folder. Raises UserError, with a line for each problem.
     """
     c = read_config(argv)
-    folder = RunFolder(Path(c.out_dir))
-    if is_main() and not c.eval_only and (folder.path / "lock").exists():
-        folder.lock()  # from now on, no other run changes its checkpoints
+    folder = RunFolder(Path(c.out_dir), only_reads=c.eval_only or not is_main())
     state = find_checkpoint(c)
     before, problems = None, []
     if state.is_run:
@@ -59,7 +57,6 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    folder.keep = c.keep_checkpoints
     return c, state, folder
 
 

@@ -57,7 +57,7 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     assert resumed.source == str(good)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {bad}: ") and words in line
-    folder = RunFolder(tmp_path, keep=2)
+    folder = RunFolder(tmp_path)
     folder.claim(resumed)
     keep_transcript(None)
     assert checkpoint.newest_first(tmp_path) == [good]
@@ -67,12 +67,12 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
 def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_one(
     step, tmp_path, monkeypatch, capsys
 ):
-    folder, function = RunFolder(tmp_path, keep=1), operator.attrgetter(step)(checkpoint)
-    folder.save(state(2, 5.0))
+    folder, function = RunFolder(tmp_path), operator.attrgetter(step)(checkpoint)
+    folder.save(state(2, 5.0), keep=1)
 
     def delete_and_call(*arguments, **named):
         monkeypatch.undo()
-        folder.save(state(3, 4.0))
+        folder.save(state(3, 4.0), keep=1)
         return function(*arguments, **named)
 
     module, name = step.split(".")
@@ -86,16 +86,16 @@ def test_checkpoints_below_a_name_that_is_not_utf8_are_read(tmp_path):
     """A zip from Windows leaves such names."""
     path = tmp_path / os.fsdecode("Müller".encode("latin-1"))
     path.mkdir()
-    RunFolder(path, keep=2).save(state(1, 5.0))
+    RunFolder(path).save(state(1, 5.0), keep=2)
     assert float(load_newest(path).model["w"][0]) == 5.0
     assert checkpoint.best_first(path) == [path / "ckpt-00000001.pt"]
 
 
 def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_path):
-    folder = RunFolder(tmp_path, keep=2)
+    folder = RunFolder(tmp_path)
 
-    def kept_after(it: int, loss: float | None, best: bool = False) -> list[int]:
-        assert folder.save(state(it, loss))[1] == best
+    def kept_after(it: int, loss: float | None, best: bool = False, keep: int = 2) -> list[int]:
+        assert folder.save(state(it, loss), keep)[1] == best
         assert not [*tmp_path.glob("*.tmp")]
         return [*map(checkpoint.iteration, checkpoint.newest_first(tmp_path)[::-1])]
 
@@ -106,11 +106,10 @@ def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_pa
     assert kept_after(4, 4.5) == [2, 4]  # as a resume may do; no fourth file is needed
     assert kept_after(5, None) == [2, 4, 5]
     assert kept_after(6, 3.0, True) == [5, 6]
-    folder.keep = 1
-    assert kept_after(7, 3.5) == kept_after(7, 3.5) == [6, 7]
-    assert kept_after(8, 2.0, True) == [8]
+    assert kept_after(7, 3.5, keep=1) == kept_after(7, 3.5, keep=1) == [6, 7]
+    assert kept_after(8, 2.0, True, keep=1) == [8]
     (tmp_path / checkpoint_name(8)).write_bytes(b"cut")  # it may be the best on a disk that fails
-    assert kept_after(9, 6.0, True) == [8, 9]
+    assert kept_after(9, 6.0, True, keep=1) == [8, 9]
 
 
 def test_a_disk_that_renames_onto_no_file_takes_a_checkpoint_twice(tmp_path, monkeypatch):
@@ -123,9 +122,9 @@ def test_a_disk_that_renames_onto_no_file_takes_a_checkpoint_twice(tmp_path, mon
         replace(old, new)
 
     monkeypatch.setattr("os.replace", refuse)
-    folder = RunFolder(tmp_path, keep=2)
+    folder = RunFolder(tmp_path)
     for loss in (5.0, 4.0):
-        folder.save(state(2, loss))
+        folder.save(state(2, loss), keep=2)
         assert float(load_newest(tmp_path).model["w"][0]) == loss
     assert contents(tmp_path).keys() == {"metrics.jsonl", checkpoint_name(2)}
 
@@ -159,7 +158,7 @@ def test_a_resume_cuts_off_the_records_that_it_will_write_again(again, tmp_path)
 def test_a_log_goes_on_after_a_full_disk_and_says_once_that_it_lacks_lines(make_disk, capsys):
     """A reader skips what was cut, and the line behind it."""
     disk = make_disk(3 * PAGE)
-    folder = RunFolder(disk, keep=1)
+    folder = RunFolder(disk)
     record = json.dumps(dict(kind="step", text="x" * 700))
     fill(disk)
     free(disk, PAGE)
