@@ -108,19 +108,33 @@ def main(argv: list[str]) -> int:
     stop = StopSignal()  # from now on, a signal makes the loop end and save
     clock.lap("start-up")
 
-    def evaluate() -> float:
+    # What does not change during the run stands in these two, and what does is passed to them
+    def evaluate(it: int) -> float:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
             measured = estimate_loss(model, data, c, hw)
             log.report_eval(it, measured)
         return measured["val_loss"]
 
-    def save(complete: bool = False) -> None:
+    def save(it: int, val_loss: float | None, complete: bool = False) -> tuple[int, float | None]:
+        """Save what a resume needs, and return what the newest checkpoint is of."""
         with clock.pause("checkpoints"):
             end_if_diverged(model, it, val_loss)
-            progress = dict(iter_num=it, val_loss=val_loss, complete=complete)
-            keys = config_values(replace(asked, dtype=c.dtype))  # auto keeps what it means here
-            state = state_to_save(keys, data, model, optimizer, scaler, clock, progress)
+            state = State(
+                model=model.state_dict(),
+                model_config=config_to_dict(model.config),
+                vocab=data.vocab,
+                tokenizer=data.tokenizer,
+                iter_num=it,
+                val_loss=val_loss,
+                complete=complete,
+                config=config_values(replace(asked, dtype=c.dtype)),  # what auto means here
+                data_fingerprint=data.fingerprint,
+                ledger=clock.seconds,
+                optimizer=optimizer.state_dict(),
+                scaler=scaler.state_dict(),
+            )
             log.report_save(it, complete, *ranks.on_main(folder.save, state, c.keep_checkpoints))
+        return it, val_loss
 
     # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
     # the same command continues from the newest checkpoint
@@ -131,11 +145,10 @@ def main(argv: list[str]) -> int:
         if over or signal:
             break
         if val_loss is None and evaluation_due(c, it):
-            val_loss = evaluate()
+            val_loss = evaluate(it)
             continue  # look at the clock and for a signal again, because this may take minutes
         if (it, val_loss) != saved and save_due(c, it, val_loss, since_save):
-            save()
-            saved = it, val_loss
+            saved = save(it, val_loss)
             if val_loss is not None:
                 log.sample(it)
         set_rates(optimizer, it, c, hours)
@@ -165,11 +178,11 @@ def main(argv: list[str]) -> int:
             log.report_averages(it)
             val_loss = None  # other weights had it
         if val_loss is None:
-            val_loss = evaluate()
-        save(complete=True)
+            val_loss = evaluate(it)
+        save(it, val_loss, complete=True)
         log.sample(it)
     elif (it, val_loss) != saved:
-        save()
+        save(it, val_loss)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over or Signals(signal).name, it, val_loss, complete=bool(over))
     return 0 if over else 128 + signal
@@ -391,24 +404,6 @@ def end_if_diverged(model, it: int, val_loss: float | None) -> None:
     if signs:
         problem = f"iter {it}: {signs[0]}, so the weights are not saved"
         raise UserError(f"{problem}; try --init_from=resume with a lower learning_rate; {RESUME}")
-
-
-def state_to_save(
-    keys: dict, data: Dataset, model, optimizer, scaler, clock, progress: dict
-) -> State:
-    """Collect what a resume needs. `progress` are the State's fields that say how far it is."""
-    return State(
-        model=model.state_dict(),
-        model_config=config_to_dict(model.config),
-        vocab=data.vocab,
-        tokenizer=data.tokenizer,
-        config=keys,
-        data_fingerprint=data.fingerprint,
-        ledger=clock.seconds,
-        optimizer=optimizer.state_dict(),
-        scaler=scaler.state_dict(),
-        **progress,
-    )
 
 
 def restore(state: State, optimizer, scaler) -> None:

@@ -1,10 +1,10 @@
 """
 Saves and loads checkpoints that survive kills, full disks and flipped bits; manages out_dir.
 
-out_dir/ckpt-00000500.pt holds the State after 500 iterations, which train.py's state_to_save()
-collects. A checkpoint is written under a temporary name, flushed to disk and then renamed, so
-any file with a checkpoint's name is complete. The file is in torch's own format, a zip archive with
-a CRC-32 for every record. torch.load does not verify these checksums, so load() does.
+out_dir/ckpt-00000500.pt holds the State after 500 iterations, which train.py collects. A checkpoint
+is written under a temporary name, flushed to disk and then renamed, so any file with a checkpoint's
+name is complete. The file is in torch's own format, a zip archive with a CRC-32 for every record.
+torch.load does not verify these checksums, so load() does.
 """
 
 import contextlib
