@@ -165,6 +165,7 @@ def main(argv: list[str]) -> int:
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
+            clock.lap("steps")
             log.report_step(it, loss, optimizer.param_groups[0]["lr"], numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
@@ -184,7 +185,9 @@ def main(argv: list[str]) -> int:
     elif (it, val_loss) != saved:
         save(it, val_loss)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(over or Signals(signal).name, it, val_loss, complete=bool(over))
+    log.finish(over or Signals(signal).name, it, val_loss)
+    if over:  # after a signal, exit without waiting for loss.png
+        log.attempt("loss.png", log.draw)
     return 0 if over else 128 + signal
 
 

@@ -61,7 +61,7 @@ class Log:
         Take the parts of the run that the log tells about, the iteration at which this launch
         begins, and the folder, which writes.
         """
-        self.last_line = it, clock.seconds["steps"]  # where the last iter line's speed ends
+        self.first = self.last = it, clock.seconds["steps"]  # where this launch and a line begin
         self.config = c
         self.clock = clock
         self.hw = hw
@@ -94,7 +94,7 @@ class Log:
         Start the tracker, describe the run, and open the tokenizer of its samples. `about` has
         lines on what the run begins with, its device, model and data.
         """
-        c, (it, _) = self.config, self.last_line
+        c, (it, _) = self.config, self.first
         if c.tracker != "none" and is_main():
             from run.tracker import Tracker  # only here, because few runs have one
 
@@ -156,9 +156,9 @@ class Log:
         them.
         """
         tokens = self.config.tokens_between(0, it)  # before this iteration
-        seconds, rate = self.lap_iterations(it + 1)
+        seconds, rate, mfu = self.speed(self.last, it + 1)
+        self.last = it + 1, self.clock.seconds["steps"]
         mem_gib = self.hw.peak_memory_gib()
-        mfu = self.hw.mfu(self.flops_per_token, rate)
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         mem_text = f"{mem_gib:.1f}GiB" if mem_gib else "n/a"
         numbers = {name: float(number) for name, number in numbers.items()}
@@ -166,7 +166,7 @@ class Log:
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
             f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {short(tokens)}, "
-            f"mem {mem_text}, eta {duration(self.eta(it + 1, rate))}{''.join(own)}"
+            f"mem {mem_text}, eta {duration(self.eta(it + 1))}{''.join(own)}"
         )
         self.record(
             "step",
@@ -185,23 +185,23 @@ class Log:
             hours=self.clock.hours(),
         )
 
-    def lap_iterations(self, it: int) -> tuple[float, float]:
+    def speed(self, since: tuple[int, float], it: int) -> tuple[float, float, float | None]:
         """
-        Book a lap of steps after iteration it - 1, and return the seconds of an iteration, and the
-        tokens per second of all ranks, both as means since the last call.
+        Return the seconds of an iteration, and the tokens per second and the MFU of all ranks, as
+        means from an earlier iteration, given with the clock's seconds there, to `it`.
         """
-        self.clock.lap("steps")
-        (first, before), self.last_line = self.last_line, (it, self.clock.seconds["steps"])
-        elapsed = self.last_line[1] - before
-        return elapsed / (it - first), self.config.tokens_between(first, it) / elapsed
+        first, before = since
+        elapsed = self.clock.seconds["steps"] - before
+        rate = self.config.tokens_between(first, it) / elapsed
+        return elapsed / (it - first), rate, self.hw.mfu(self.flops_per_token, rate)
 
-    def eta(self, it: int, rate: float) -> float:
+    def eta(self, it: int) -> float:
         """
-        Return the seconds that the iterations from `it` on take at so many tokens per second, or
+        Return the seconds that the iterations from `it` on take at this launch's mean speed, or
         those that hours leaves.
         """
         c = self.config
-        left = c.tokens_between(it, c.max_iters) / rate
+        left = c.tokens_between(it, c.max_iters) / self.speed(self.first, it)[1]
         return max(0.0, min(left, 3600 * (c.hours - self.clock.hours()))) if c.hours else left
 
     def report_eval(self, it: int, numbers: dict[str, float]) -> None:
@@ -277,7 +277,7 @@ class Log:
     # -------------------------------------------------------------------------
     # The end
 
-    def finish(self, reason: str, it: int, val_loss: float | None, complete: bool) -> None:
+    def finish(self, reason: str, it: int, val_loss: float | None) -> None:
         """Print where the time went, why the run ended, and its results."""
         # the final evaluation and save may have used more memory than the iterations did
         mem_gib = self.hw.peak_memory_gib()
@@ -291,19 +291,17 @@ class Log:
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if self.tracker:
             self.attempt(self.config.tracker, self.tracker.close)
-        if complete:  # after a signal, exit without waiting for loss.png
-            self.attempt("loss.png", self.draw)
         keep_transcript(None)
 
     def results(self, it: int, val_loss: float | None, mem_gib: float) -> list[str]:
         """
         Return the `name: value` lines that scripts read at the end of a run. val_loss is that of
-        the last weights, or n/a if they were not evaluated. mem_gib describes this launch; the
-        other values describe the whole run.
+        the last weights, or n/a if they were not evaluated. tokens_per_sec, mfu and mem_gib
+        describe this launch; the other values describe the whole run.
         """
         tokens = self.config.tokens_between(0, it)
         val_loss = math.inf if val_loss is None else val_loss
-        rate = tokens / self.clock.seconds["steps"] if tokens else None
+        _, rate, mfu = self.speed(self.first, it) if it > self.first[0] else (None, None, None)
         values = dict(
             val_loss=(val_loss if math.isfinite(val_loss) else None, ".4f"),
             bits_per_byte=(self.data.bits_per_byte(val_loss), ".4f"),
@@ -311,7 +309,7 @@ class Log:
             epochs=(tokens / self.train_tokens, ".2f"),
             seconds=(sum(self.clock.seconds.values()), ".1f"),
             tokens_per_sec=(rate, ".0f"),
-            mfu=(rate and self.hw.mfu(self.flops_per_token, rate), ".4f"),
+            mfu=(mfu, ".4f"),
             mem_gib=(mem_gib or None, ".2f"),
         )
         return [

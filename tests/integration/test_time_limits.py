@@ -121,7 +121,7 @@ def etas(out: str) -> dict[int, int]:
     return {int(it): 60 * int(m or 0) + int(s) for it, m, s in ETA.findall(out)}
 
 
-def test_eta_follows_the_pace_of_the_last_iterations(trainer, tiny):
+def test_eta_follows_the_mean_pace_of_the_iterations_of_this_launch(trainer, tiny):
     keys = tiny | dict(max_iters=100, eval_interval=30)
     trainer.at["iteration", 40] = sigterm
     first = etas(trainer.launch(**keys).out)
