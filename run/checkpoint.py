@@ -121,11 +121,11 @@ def load(path: Path, whole: bool = True) -> dict:
 
 def state_of(path: Path, saved: dict) -> State:
     """
-    Return the State in what load() has read. Raises UserError if another version of this program
-    wrote it, or another model.py, whose model has fields that are unknown here.
+    Return the State in what load() has read. Raises UserError if another version or program wrote
+    it, or another model.py, whose model has fields that are unknown here.
     """
-    if saved.get("format", FORMAT) != FORMAT:
-        raise UserError(f"{path}: another version wrote it; use that version, or another --out_dir")
+    if saved.get("format") != FORMAT:
+        raise UserError(f"{path}: another version or program wrote it; use it or another --out_dir")
     known = {"model", *(f.name for f in fields(FastConfig))}
     sizes = saved.get("model_config", {})
     if strange := [f"{name}={value!r}" for name, value in sizes.items() if name not in known]:
@@ -164,8 +164,8 @@ def best_first(out_dir: Path) -> list[Path]:
     """
     losses = {}
     for path in newest_first(out_dir):
-        with contextlib.suppress(UserError, KeyError):
-            loss = load(path, whole=False)["val_loss"]
+        with contextlib.suppress(UserError):
+            loss = load(path, whole=False).get("val_loss")
             losses[path] = math.inf if loss is None or math.isnan(loss) else loss
     return sorted(losses, key=losses.__getitem__)
 

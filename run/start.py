@@ -70,10 +70,7 @@ def find_checkpoint(c: Config) -> State:
     if c.eval_only and c.init_from not in NOT_WEIGHTS:
         return State()
     if found := checkpoint.load_first(out_dir, checkpoint.newest_first):
-        state, path = checkpoint.state_of(*found), found[0]
-        if not state.is_run:
-            raise UserError(f"{path}: is not a checkpoint of this program; move it away")
-        return state
+        return checkpoint.state_of(*found)
     if others := sorted(out_dir.glob("*.pt")):  # such as nanoGPT's ckpt.pt
         hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
         raise UserError(f"out_dir: {others[-1]} is from another program or run; {hint}")
@@ -116,13 +113,16 @@ def length_problems(c: Config, before: Config, state: State) -> list[str]:
     """
     if c.eval_only or state.complete:
         return []
-    done = dict(hours=training_hours(state.ledger), max_iters=state.iter_num)
-    asked = dict(hours=c.hours or math.inf, max_iters=c.max_iters)
+    hours, it = training_hours(state.ledger), state.iter_num
+    lengths = [
+        ("hours", hours, c.hours or math.inf, f"{hours + 0.5:.1f}"),
+        ("max_iters", it, c.max_iters, it + it // 10 + 1),
+    ]
     return [
-        f"{key}: {c.out_dir} has done {n:,.7g}, you asked for {asked[key]:,}; to end soon with a "
-        f"decayed learning rate, give --{key}={math.ceil(1.1 * n)}"
-        for key, n in done.items()
-        if asked[key] < n and getattr(c, key) != getattr(before, key)
+        f"{key}: {c.out_dir} has done {done:,.7g}, you asked for {asked:,}; to end soon with a "
+        f"decayed learning rate, give --{key}={enough}"
+        for key, done, asked, enough in lengths
+        if asked < done and getattr(c, key) != getattr(before, key)
     ]
 
 

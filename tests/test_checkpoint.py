@@ -15,7 +15,7 @@ import torch
 from fault_injection import PAGE, fill, free
 from program import contents
 
-from common.console import keep_transcript
+from common.console import UserError, keep_transcript
 from common.files import read_record
 from run import checkpoint
 from run.checkpoint import RunFolder, State, checkpoint_name
@@ -61,6 +61,20 @@ def test_resumes_an_older_checkpoint_if_the_newest_cannot_be_read(make, words, t
     folder.claim(resumed)
     keep_transcript(None)
     assert checkpoint.newest_first(tmp_path) == [good]
+
+
+FOREIGN = {
+    "nanoGPT's": dict(model={}, optimizer={}, model_args={}, iter_num=2, config={}),
+    "an earlier format": dict(model={}, optimizer={}, progress={}, format=checkpoint.FORMAT - 1),
+}
+
+
+@pytest.mark.parametrize("order", [checkpoint.newest_first, checkpoint.best_first])
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_checkpoint_of_another_program_or_version_is_refused_as_such(content, order, tmp_path):
+    torch.save(content, tmp_path / checkpoint_name(2))
+    with pytest.raises(UserError, match="another version or program"):
+        checkpoint.state_of(*checkpoint.load_first(tmp_path, order))
 
 
 @pytest.mark.parametrize("step", ["zipfile.ZipFile", "torch.load"])

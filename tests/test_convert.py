@@ -30,6 +30,7 @@ from common.console import UserError
 from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
+from run.checkpoint import FORMAT
 from tools.pretrained import fetch, load_pretrained
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
@@ -55,7 +56,7 @@ def random_fast(**changes) -> FastGPT:
 def save(model: GPT | FastGPT, path: Path, vocab: int = 128, kind: str = "byte", **spec) -> Path:
     """Save a checkpoint of the model with a tokenizer of this kind."""
     state = dict(model=model.state_dict(), model_config=config_to_dict(model.config), vocab=vocab)
-    torch.save(state | dict(tokenizer=dict(kind=kind, **spec)), path)
+    torch.save(state | dict(tokenizer=dict(kind=kind, **spec), format=FORMAT), path)
     return path
 
 
