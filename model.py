@@ -220,15 +220,9 @@ def loss_sum(
     return (weights * losses).sum()
 
 
-def count_targets(targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """
-    Return by what to divide a sum of losses, as a number on the device: how many targets are not
-    -1, or the sum of their weights' absolute values, in float64.
-    """
-    counted = targets != -1
-    if weights is None:
-        return counted.sum()
-    return torch.where(counted, weights.double().abs(), 0).sum()
+def count_targets(targets: Tensor) -> Tensor:
+    """Return how many targets are not -1, by which a sum of losses is divided, on the device."""
+    return (targets != -1).sum()
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
@@ -253,8 +247,8 @@ def mean_loss(
 ) -> Tensor:
     """
     Apply the head, a weight (V, C) and perhaps a bias (V), to x (B, T, C) and return the mean loss
-    over the targets (B, T) that are not -1, weighted if they have weights (B, T); 0 if nothing
-    counts. With a loss_chunk, the logits of only that many tokens are in memory at a time.
+    over the targets (B, T) that are not -1, or 0 if there are none. Weights (B, T) multiply each
+    target's loss. With a loss_chunk, the logits of only that many tokens are in memory at a time.
     """
     x = x.flatten(0, 1)
     rows = [part.flatten(0, 1) for part in (targets, weights) if part is not None]
@@ -267,8 +261,7 @@ def mean_loss(
         sums = [loss_sum(F.linear(part, head, bias), y, config, cap, *w) for part, y, *w in parts]
         loss = torch.stack(sums).sum()
     # Count after the loss. If counted before, the compiler computes all chunks' logits at once.
-    count = count_targets(targets, weights)
-    return loss / (count + (count == 0))
+    return loss / count_targets(targets).clamp(min=1)
 
 
 def chunk_size(loss_chunk: str, tokens: int, compiled: bool) -> int:

@@ -200,12 +200,11 @@ def train_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """
     Run forward and backward over this rank's micro-batches, (B, T) inputs and targets each, then
-    update the weights once. The loss is the mean over all ranks' targets other than -1, weighted if
-    they have weights, so it does not depend on the micro-batch size. If a gradient is not finite,
-    the update is skipped.
+    update the weights once. The loss is the mean over all ranks' targets other than -1, so it does
+    not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
 
-    Returns the sum of the micro-batches' weighted losses in nats, and other numbers for the log: by
-    default the gradient norm before clipping. All stay on the device, so with a fused optimizer
+    Returns the sum of the micro-batches' shares of the loss in nats, and other numbers for the log:
+    by default the gradient norm before clipping. All stay on the device, so with a fused optimizer
     nothing in this function waits for the GPU.
     """
     accum = len(micro_batches)
@@ -213,17 +212,17 @@ def train_step(
     total_loss = torch.zeros((), device=micro_batches[0][0].device)
     # Weigh each micro-batch by its targets. The mean over all micro-batches, which the division by
     # accum and DDP take, is then the mean over all targets. If none is masked, each share is 1.0
-    counts = torch.stack([count_targets(*targets) for _, *targets in micro_batches])
+    counts = torch.stack([count_targets(targets) for _, targets, *_ in micro_batches])
     all_targets, all_micro_batches = counts.sum(), accum
     if is_ddp:
         torch.distributed.all_reduce(all_targets, group=model.process_group)
         all_micro_batches *= model.process_group.size()
-    shares = counts * all_micro_batches / (all_targets + (all_targets == 0))
-    for micro_step, (x, *targets) in enumerate(micro_batches):
+    shares = counts * all_micro_batches / all_targets.clamp(min=1)
+    for micro_step, batch in enumerate(micro_batches):
         if is_ddp:  # average gradients across ranks once per iteration, in the last backward pass
             model.require_backward_grad_sync = micro_step == accum - 1
         with autocast:
-            loss = shares[micro_step] * model(x, *targets)
+            loss = shares[micro_step] * model(*batch)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
         total_loss += loss.detach()
 
@@ -365,8 +364,8 @@ def estimate_loss(model, data: Dataset, c: Config, hw: Hardware) -> dict[str, fl
     return losses
 
 
-def sum_losses(model, micro_batches: list[Batch], hw: Hardware) -> tuple[float, float]:
-    """Return the summed loss over all targets in nats, and their number or the sum of weights."""
+def sum_losses(model, micro_batches: list[Batch], hw: Hardware) -> tuple[float, int]:
+    """Return the summed loss over all targets in nats, and their number."""
     # Allocate one tensor before the loop. On a CPU, a small tensor per micro-batch would lie
     # between the freed logits, and memory would grow by gigabytes (see keep_freed_memory in
     # hardware.py)
@@ -374,7 +373,7 @@ def sum_losses(model, micro_batches: list[Batch], hw: Hardware) -> tuple[float, 
     for n, batch in enumerate(micro_batches):
         with hw.autocast():
             means[n] = model(*(part.to(hw.device) for part in batch))
-    counts = [count_targets(*targets).item() for _, *targets in micro_batches]
+    counts = [int(count_targets(targets)) for _, targets, *_ in micro_batches]
     # a micro-batch without targets, at the end of a rank's share, has no mean loss
     sums = [mean * n for mean, n in zip(means.tolist(), counts, strict=True) if n]
     return math.fsum(sums), sum(counts)

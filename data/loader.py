@@ -26,7 +26,7 @@ from common.process import rank, world_size
 from configurator import Config
 from data.shards import Dataset, ShardTokens
 
-Batch = tuple[Tensor, ...]  # inputs, targets and, if targets count differently, their weights
+Batch = tuple[Tensor, ...]  # inputs, targets and, if any, the weights of their losses
 
 
 class ShuffledWindows:
@@ -107,9 +107,9 @@ class Batches:
 def to_batch(windows: Tensor, device: torch.device) -> Batch:
     """
     Split windows (B, T + 1) int64 into inputs (B, T) and targets (B, T), shifted by one, on the
-    device. A third tensor (B, T) would weigh the targets, in training, evaluations and the check of
-    compiled code. The copy is asynchronous on CUDA only: on MPS it could read host memory that has
-    already been freed (pytorch #139550).
+    device. A third tensor (B, T) would multiply the targets' losses, in training, evaluations and
+    the check of compiled code. The copy is asynchronous on CUDA only: on MPS it could read host
+    memory that has already been freed (pytorch #139550).
     """
     windows = windows.to(device, non_blocking=device.type == "cuda")
     # Clone, because in a batch of one sequence inputs and targets would share memory.

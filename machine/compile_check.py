@@ -121,12 +121,12 @@ def run_code(model, blocks: Sequence[Tensor], autocast) -> Results:
     losses = dict(training=0.0, evaluation=0.0)  # a user's loss may have a term for training only
     # as a run's, or a run would compile again; a user's may have masks and weights
     batches = [to_batch(block, device) for block in blocks]
-    counts = [count_targets(*y) for _, *y in batches]
+    counts = [count_targets(y) for _, y, *_ in batches]
     for mode in losses:
         model.train(mode == "training")
         for batch, count in zip(batches, counts, strict=True):
             with autocast, torch.set_grad_enabled(model.training):
-                loss = model(*batch) * (count / max(sum(counts), 1e-30))  # the sum may be 0
+                loss = model(*batch) * (count / max(sum(counts), 1))
             if model.training:
                 (loss * LOSS_SCALE).backward()
             losses[mode] += loss.item()

@@ -339,7 +339,7 @@ RECORD_LINE = "            log.report_eval(it, measured)\n"
 EDITS = [(DATA_LINE, DATA_LINE + SECOND), (RECORD_LINE, NUMBER + RECORD_LINE)]
 HEAD_EDITS = [
     (line := "        self.init_weights()\n", HEAD + line),
-    (line := "    for micro_step, (x, *targets) in enumerate(micro_batches):\n", ZERO + line),
+    (line := "    for micro_step, batch in enumerate(micro_batches):\n", ZERO + line),
     (line := "        total_loss += loss.detach()\n", line + ADD),
     (RETURN_LINE, RETURN),
 ]
