@@ -18,6 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.console import BELOW, UserError
@@ -68,8 +69,8 @@ class Hardware:
 
     def seed(self, *numbers: int) -> None:
         """Seed the random numbers of this process and of its device, such as those of dropout."""
+        number = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
         # torch.manual_seed() would seed all devices, which takes 0.3 ms on a CPU
-        number = hash(numbers)  # which is the same in every process
         torch.default_generator.manual_seed(number)
         if self.device.type != "cpu":
             getattr(torch, self.device.type).manual_seed(number)
