@@ -97,6 +97,8 @@ def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, 
     trainer.launch(**tiny, hours=HOURS)
     half = ran.steps("lr")[-1]
     assert half == pytest.approx(0.56, abs=0.02)
+    fewer = trainer.launch(**tiny, hours=0.1)
+    assert fewer.code == 1 and "give --hours=0.6" in fewer.err  # half an hour more than was done
     assert trainer.launch(**tiny, hours=2 * HOURS).code == 0
     assert ran.steps("lr")[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
     assert ran.steps("lr")[-1] <= 16 / SECONDS
