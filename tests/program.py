@@ -56,7 +56,7 @@ needs_signals = pytest.mark.skipif(
 
 # the keys of a run of some milliseconds; each test module adds what else its runs need
 TINY_RUN = dict(
-    n_layer=2,
+    n_layer=1,
     n_head=2,
     n_embd=32,
     block_size=16,

@@ -35,6 +35,7 @@ from program import (
 from tools.curves import draw, open_run
 
 TINY = TINY_RUN | dict(
+    n_layer=2,
     learning_rate=1e-2,
     warmup_iters=2,
     max_iters=8,
