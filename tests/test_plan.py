@@ -202,7 +202,7 @@ def test_plan_counts_the_iterations_evaluations_and_checkpoints_of_a_run(
 ):
     """Compare the size of a checkpoint too, within 5%, because the file also holds settings."""
     keys = tiny | dict(max_iters=iters, hours=hours, eval_interval=evals, checkpoint_interval=saves)
-    keys |= dict(n_embd=64, eval_tokens=96, keep_checkpoints=20)
+    keys |= dict(n_embd=64, eval_tokens=96)
     out = keys["out_dir"]
     # plan before the clock is faked, because its imports would keep the faked one
     p = plan("quickstart", *flags(**keys), "--iter_seconds=10")
