@@ -176,7 +176,7 @@ def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path
     holds; None if out_dir has no checkpoint. Warns about each damaged one. Raises UserError if none
     can be read, so that a run never silently starts again.
     """
-    paths = order(out_dir)
+    paths = order(out_dir) or newest_first(out_dir)  # to say of each why it cannot be read
     for path in paths:
         try:
             return path, load(path)
@@ -184,7 +184,7 @@ def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path
             if not os.path.lexists(path) and newest_first(out_dir):
                 return load_first(out_dir, order)  # a run that saves has deleted it, so look again
             warn(f"{error}; trying another checkpoint")
-    if paths or newest_first(out_dir):
+    if paths:
         hint = "restore one, or start in another --out_dir"
         raise UserError(f"{out_dir}: none of its checkpoints can be read; {hint}")
     return None
@@ -217,7 +217,7 @@ class RunFolder:
         self.path = path
         self.lock_file: BinaryIO | None = None
         self.has_warned = False  # that the disk does not take a log's line
-        if (path / "lock").exists() and not only_reads:
+        if not only_reads and ((path / "lock").exists() or newest_first(path)):
             self.lock()
 
     def lock(self) -> None:
