@@ -10,9 +10,9 @@ Python and runs with the values so far, and all flags, as its variables, so `lr_
 max_iters` works. Keys that nanoGPT also has keep its names, and its defaults except for device,
 dtype and lr_decay_iters.
 
-A run that goes on keeps its own value of each key that the command's files and flags do not set,
-and the files see that value. The class that lists a key says what happens if the command sets it to
-another value.
+A resumed run keeps its own value of each key that the command's files and flags do not set, and the
+files see that value. The class that lists a key says what happens if the command sets it to another
+value.
 
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
@@ -148,7 +148,7 @@ class Config(LaunchKeys, TrainingKeys, RunKeys):  # the last base has the first 
         python train.py config/gpt124m_4070.py --batch_size=4
         python train.py config/quickstart.py --max_iters=100 --out_dir=out/short
 
-    A run that goes on keeps its values of the keys that a command's files and flags do not set.
+    A resumed run keeps its values of the keys that the command's files and flags do not set.
     """
 
     # Not a key: the names of the keys that a file or a flag set

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     ranks.quiet_others()
     keep_awake()
 
-    # The run: its configuration, its folder, and what it begins with: a checkpoint to continue,
+    # The run: its configuration, its folder, and what it begins with: a checkpoint to resume,
     # weights, or nothing. Each rank reads this for itself, and join() ends the run if they differ
     c, state, folder, about = choose_run(argv)
     it, val_loss = state.iter_num, state.val_loss
@@ -115,14 +115,14 @@ def main(argv: list[str]) -> int:
         """Save what a resume needs, and return what the newest checkpoint is of."""
         with clock.pause("checkpoints"):
             end_if_diverged(model, c, it, val_loss)
-            to_keep = replace(asked, dtype=c.dtype)  # auto goes on meaning what it means here
+            to_keep = replace(asked, dtype=c.dtype)  # what auto means here, for good
             learned = model, optimizer, scaler
             state = state_to_save(to_keep, data, *learned, clock, it, val_loss, complete)
             log.report_save(it, complete, *ranks.on_main(folder.save, state, c.keep_checkpoints))
         return it, val_loss
 
-    # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
-    # the same command continues from the newest checkpoint
+    # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save,
+    # but not one of what only reports. The same command resumes from the newest checkpoint
     while True:
         # all ranks get rank 0's training hours, seconds since its last save, and signal
         hours, since_save, signal = ranks.on_main(lambda: (*clock.read(), stop.number))
@@ -145,8 +145,8 @@ def main(argv: list[str]) -> int:
         batches.read_ahead(it + 1)  # while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
 
-        # log every log_interval iterations, and after max_iters. Only here and in pauses does
-        # training wait for the device
+        # log every log_interval iterations, and after max_iters. With a fused optimizer, training
+        # waits for the device only here and in pauses
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
@@ -382,7 +382,7 @@ def evaluate_only(model, data: Dataset, c: Config, hw: Hardware, it: int) -> Non
 def lower_rate(c: Config) -> str:
     """Return what to type after a divergence: a run that has never saved begins anew."""
     if newest_first(Path(c.out_dir)):
-        return "the newest checkpoint goes on with --init_from=resume and a lower --learning_rate"
+        return "resume the newest checkpoint with --init_from=resume and a lower --learning_rate"
     return "try a lower --learning_rate"
 
 
@@ -431,7 +431,7 @@ def state_to_save(
 
 def restore(state: State, optimizer, scaler) -> None:
     """
-    Restore the optimizer and the scaler of a run to continue. The optimizer's hyperparameters come
+    Restore the optimizer and the scaler of a run to resume. The optimizer's hyperparameters come
     from the configuration. Raises UserError.
     """
     if not state.is_run:
@@ -449,7 +449,9 @@ def restore(state: State, optimizer, scaler) -> None:
         optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, tensors)
     if scaler.is_enabled() and state.scaler:
         scaler.load_state_dict(state.scaler)
-    if state.complete:  # it has ended with averages, if there are any, but goes on from the weights
+    if (
+        state.complete
+    ):  # it has ended with averages, if there are any, but trains on from the weights
         swap_averages(optimizer)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
+import torch.utils.serialization  # torch.save() would import it hours later, from a lost disk
 from torch import Tensor
 
 from common.console import UserError, keep_transcript, one_line, warn
@@ -35,7 +35,7 @@ from model_fast import FastConfig
 class State:
     """
     Holds what a run begins with, and what a checkpoint stores. A new run's State has the weights of
-    init_from, or nothing. Only that of a run to continue has an optimizer. What is not in here,
+    init_from, or nothing. Only that of a run to resume has an optimizer. What is not in here,
     such as the order of the data and dropout's random numbers, follows from the run's keys and the
     number of the iteration.
     """
@@ -272,7 +272,7 @@ class RunFolder:
             is_best = self.prune(keep) == path and state.val_loss is not None
             return path.stat().st_size, is_best
         except OSError as error:
-            hint = "once that is fixed, the same command continues"
+            hint = "once that is fixed, the same command resumes the run"
             raise UserError(f"{path}: is not saved ({error.strerror}); {hint}") from None
 
     def prune(self, keep: int) -> Path | None:

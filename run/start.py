@@ -95,7 +95,7 @@ def find_checkpoint(c: Config) -> State:
 
 def config_of_run(argv: list[str], new: Config, before: Config) -> Config:
     """
-    Return the configuration of a run that goes on. The command is read again, with the run's values
+    Return the configuration of a resumed run. The command is read again, with the run's values
     of the keys that it does not set (`new` is what it would begin a new run with); the classes of
     configurator.py say what happens to those that it sets. Raises UserError if it sets keys that
     the run keeps.
@@ -118,8 +118,8 @@ def config_of_run(argv: list[str], new: Config, before: Config) -> Config:
 
 def run_lines(new: Config, c: Config, before: Config, state: State) -> list[str]:
     """
-    Say which checkpoint a run goes on from, which keys it keeps that the command does not set,
-    unless they are what the command would begin a `new` run with, and which keys have changed.
+    Say which checkpoint is resumed, which keys the run keeps that the command does not set, unless
+    they are what the command would begin a `new` run with, and which keys have changed.
     """
     first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
     lines = [f"resume: {state.source}, iteration {state.iter_num:,}{first}"]
@@ -138,7 +138,7 @@ def run_lines(new: Config, c: Config, before: Config, state: State) -> list[str]
 
 def over_line(c: Config, state: State, key: str) -> str:
     """
-    Say which `key` has ended a complete run, and how it goes on. Raises UserError if the command
+    Say which `key` has ended a complete run, and how to resume it. Raises UserError if the command
     changes how it trains, because no iteration would train with that.
     """
     value, before = getattr(c, key), config_from(state.config)
@@ -148,9 +148,9 @@ def over_line(c: Config, state: State, key: str) -> str:
         problem = f"{n}: {c.out_dir} is complete, so nothing would train with {getattr(c, n)!r}"
         raise UserError(f"{problem}; give a larger --{key} too, or another --out_dir for a new run")
     whose = "" if key in c.set_keys else " of this run"
-    done, more = f"{state.iter_num:,}", f"a larger --{key} goes on"
+    done, more = f"{state.iter_num:,}", f"a larger --{key} resumes it"
     if key == "hours":
-        done, more = f"{done} of {c.max_iters:,}", "--hours=0 goes on to max_iters"
+        done, more = f"{done} of {c.max_iters:,}", "--hours=0 resumes it up to max_iters"
     ended = f"{c.out_dir}: ended by {key} = {value:,}{whose}, after {done} iterations"
     return f"{ended}; {more}, another --out_dir begins a new run"
 
