@@ -60,8 +60,8 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 @dataclass(frozen=True)
 class RunKeys:
     """
-    What the run is. Another value of these is refused: begin a new run in another out_dir. Only
-    init_from may always be scratch or resume, which name no weights.
+    What a run is. A command that resumes it with another value is refused: begin a new run in
+    another out_dir. Only init_from may always be scratch or resume, which name no weights.
     """
 
     # Start
@@ -82,8 +82,8 @@ class RunKeys:
 @dataclass(frozen=True)
 class TrainingKeys:
     """
-    How it trains. Another value of these is refused too, unless --init_from=resume is given; with
-    --eval_only it is taken. dtype=auto and eval_iters keep what the run has.
+    How it trains. Another value is refused too, unless the command has --init_from=resume, or
+    --eval_only, which trains nothing. dtype=auto and eval_iters keep what the run has.
     """
 
     # Optimizer
@@ -106,8 +106,8 @@ class TrainingKeys:
 @dataclass(frozen=True)
 class LaunchKeys:
     """
-    How far, where and on what. Another value of these is taken. But a run keeps its tokens per
-    iteration and the tokens of its dataset, and no unfinished run gets less than it has done.
+    How far, where and on what. A resumed run takes another value. But it keeps its tokens per
+    iteration and its dataset's tokens, and an unfinished run gets no less than it has done.
     """
 
     # Length
@@ -148,7 +148,7 @@ class Config(LaunchKeys, TrainingKeys, RunKeys):  # the last base has the first 
         python train.py config/gpt124m_4070.py --batch_size=4
         python train.py config/quickstart.py --max_iters=100 --out_dir=out/short
 
-    A resumed run keeps its values of the keys that the command's files and flags do not set.
+    A resumed run keeps its own value of each key that the command's files and flags do not set.
     """
 
     # Not a key: the names of the keys that a file or a flag set
