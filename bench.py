@@ -277,7 +277,7 @@ def check(config: Config) -> dict:
     """
     hw = hardware.set_up(config)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
-    say("losses and gradients, compared with float32 on the CPU:")
+    say("largest error of a loss or gradient; 100% is what rounding explains:")
     plain = replace(config, compile=False)
     # float32 without TF32 rounds so little that any fault shows
     ways = {"exact float32": replace(plain, dtype="float32", tf32=False), hw.dtype_name: plain}
@@ -301,9 +301,10 @@ def check(config: Config) -> dict:
             model = build_model(replace(sizes, flash=config.flash))
             model.load_state_dict(on_cpu.state_dict())
             model.to(hw.device)
-            problem = try_code(model, windows, exact, way_hw, way_config.compile)
-            rows.append(dict(name=f"{recipe} {way}", problem=problem))
-            say(f"  {recipe} {way}: {problem or 'right'}; {time.perf_counter() - began:.1f} s")
+            problem, error = try_code(model, windows, exact, way_hw, way_config.compile)
+            rows.append(dict(name=f"{recipe} {way}", problem=problem, error=error))
+            result = problem or f"right, {error:.0%}"
+            say(f"  {recipe} {way}: {result}; {time.perf_counter() - began:.1f} s")
             if problem and way != "compiled":
                 wrong.append(f"{recipe} {way} fails ({problem})")
                 break

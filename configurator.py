@@ -10,8 +10,9 @@ Python and runs with the values so far, and all flags, as its variables, so `lr_
 max_iters` works. Keys that nanoGPT also has keep its names, and its defaults except for device,
 dtype and lr_decay_iters.
 
-A run that goes on keeps its own value of each key that the command does not set. The class that
-lists a key says what happens if the command sets it to another value.
+A resumed run keeps its own value of each key that the command's files and flags do not set, and the
+files see that value. The class that lists a key says what happens if the command sets it to another
+value.
 
 sample.py lists its own keys in a dataclass like Config, and reads them with the functions below.
 """
@@ -59,8 +60,8 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 @dataclass(frozen=True)
 class RunKeys:
     """
-    A run keeps these for good: to change one, begin a new run in another out_dir. Only init_from
-    may always be scratch or resume, which name no weights.
+    What a run is. A command that resumes it with another value is refused: begin a new run in
+    another out_dir. Only init_from may always be scratch or resume, which name no weights.
     """
 
     # Start
@@ -81,8 +82,8 @@ class RunKeys:
 @dataclass(frozen=True)
 class TrainingKeys:
     """
-    A run keeps these too, but --init_from=resume lets a command change them, and --eval_only
-    ignores the run's. dtype=auto and eval_iters keep what the run has.
+    How it trains. Another value is refused too, unless the command has --init_from=resume, or
+    --eval_only, which trains nothing. dtype=auto and eval_iters keep what the run has.
     """
 
     # Optimizer
@@ -97,7 +98,6 @@ class TrainingKeys:
     # Schedule
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: UpToOne = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
-    warmup_iters: int = 2000  # iterations of linear warmup
     min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
     # Evaluation
     eval_tokens: Positive = 2457600  # val tokens per evaluation; of train as many, up to 2**20
@@ -106,13 +106,14 @@ class TrainingKeys:
 @dataclass(frozen=True)
 class LaunchKeys:
     """
-    A run takes these from each command that sets them. But the tokens of an iteration and of the
-    dataset must stay the same, and no unfinished run gets less than it has done.
+    How far, where and on what. A resumed run takes another value. But it keeps its tokens per
+    iteration and its dataset's tokens, and an unfinished run gets no less than it has done.
     """
 
     # Length
     max_iters: int = 600000  # iterations to train
     hours: float = 0.0  # train for this many hours at most, and fit the schedule to them; 0: off
+    warmup_iters: int = 2000  # iterations of linear warmup
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     # Data
     dataset: Location = "openwebtext"  # a folder in data/, or a path
@@ -146,6 +147,8 @@ class Config(LaunchKeys, TrainingKeys, RunKeys):  # the last base has the first 
 
         python train.py config/gpt124m_4070.py --batch_size=4
         python train.py config/quickstart.py --max_iters=100 --out_dir=out/short
+
+    A resumed run keeps its own value of each key that the command's files and flags do not set.
     """
 
     # Not a key: the names of the keys that a file or a flag set
@@ -202,17 +205,18 @@ def load_config(argv: list[str]) -> Config:
     Read a command line into a Config and fill in the values that follow from other keys. Raises
     UserError with one line per problem.
     """
-    config = read_config(argv)
-    config, problems = resolve(config, world_size())
-    raise_if_any(problems)
+    config = resolve(read_config(argv))
+    raise_if_any(problems_of(config, world_size()))
     return config
 
 
-def read_config(argv: list[str], keys: type = Config) -> Any:
+def read_config(argv: list[str], keys: type = Config, kept: dict[str, Any] | None = None) -> Any:
     """
     Read config files from left to right, then --key=value flags, into an instance of the dataclass
-    `keys`. A Config must still go through resolve(). Raises UserError with one line per problem.
+    `keys`. The values `kept` by a run take the place of defaults. The Config of a new run must
+    still go through resolve(). Raises UserError with one line per problem.
     """
+    kept = kept or {}
     if "--help" in argv or "-h" in argv:
         print_help(keys)
         sys.exit(0)
@@ -226,13 +230,14 @@ def read_config(argv: list[str], keys: type = Config) -> Any:
             if argument in flags:
                 typed |= read_flag(argument, known)
             else:
-                found = read_file(Path(argument), known, values | from_nanogpt(typed))
+                found = read_file(Path(argument), known, kept | values | from_nanogpt(typed))
                 values = last_wins(values, from_nanogpt(found))
         except UserError as error:
             problems += error.args
     raise_if_any(problems)
     values = last_wins(values, from_nanogpt(typed))
     set_keys = frozenset(values)  # without an eval_tokens from eval_iters, which a resume keeps
+    values = kept | values
     if iters := values.pop("eval_iters", 0):
         batch = [values.get(name, FIELDS[name].default) for name in ("batch_size", "block_size")]
         values.setdefault("eval_tokens", iters * math.prod(batch))
@@ -355,17 +360,22 @@ def check_value(value: Any, f: Field, where: str) -> Any:
 # What follows from the keys
 
 
-def resolve(c: Config, processes: int, before: Config | None = None) -> tuple[Config, list[str]]:
-    """
-    Fill in the values that follow from other keys. Returns that Config and the problems: keys that
-    cannot be combined. `before` is the configuration of a run to resume.
-    """
+def resolve(c: Config) -> Config:
+    """Return the configuration of a new run, with the values that follow from other keys."""
     if c.model == "fast" and "tie_weights" not in c.set_keys:
         c = replace(c, tie_weights=False)
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
-    return c, model_problems(c) + batch_problems(c, processes, before)
+    return c
+
+
+def problems_of(c: Config, processes: int, before: Config | None = None) -> list[str]:
+    """
+    Return the problems: values that cannot be combined. `before` is the configuration of a run to
+    resume.
+    """
+    return model_problems(c) + batch_problems(c, processes, before)
 
 
 def batch_problems(c: Config, processes: int, before: Config | None) -> list[str]:

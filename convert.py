@@ -20,7 +20,7 @@ from data.tokenizer import Tokenizer
 from model import GPT
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from run.checkpoint import State
-from tools.pretrained import TRANSPOSED, read_weights
+from run.pretrained import TRANSPOSED, read_weights
 
 # OpenAI's tokenizer files, from where tiktoken downloads them
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"

@@ -33,9 +33,9 @@ class GPTConfig:
     loss_chunk: str = "auto"  # compute the loss for this many tokens at a time; off: all at once
 
 
-# Tokens per chunk of the loss if loss_chunk is auto. Eager code keeps 12 bytes per logit, so its
-# chunks are smaller. Compiled code keeps 2, but with more than 8 chunks it keeps the gradients of
-# all logits.
+# Tokens per chunk of the loss if loss_chunk is auto. Eager code keeps 12 bytes per logit, 28 in the
+# fast model, so its chunks are smaller. Compiled code keeps 2, but with more than 8 chunks it keeps
+# the gradients of all logits.
 LOSS_CHUNK, COMPILED_LOSS_CHUNK, MOST_CHUNKS = 512, 4096, 8
 # The longest context, in tokens, at which plain attention beats the fused kernel on a CPU in
 # bfloat16: 4 times at 64 tokens (results/cpu/kernels.json)

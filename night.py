@@ -4,9 +4,10 @@ Repeat a command until it is done, or until a signal stops it.
     python night.py train.py config/fast.py      a first word in .py runs with this Python
     python night.py torchrun --standalone --nproc_per_node=2 train.py config/fast.py
 
-Every launch continues the run. After an error or a crash, this launches it again in five minutes,
-but gives up after five launches in a row of less than nine minutes. At a signal it stops the
-command by SIGTERM, waits for its end, and exits with its code.
+Every launch resumes the run. After an error or a crash, this launches it again in five minutes,
+but gives up after five launches in a row of less than a quarter of an hour: they may all have ended
+at the same place. At a signal it stops the command by SIGTERM, waits for its end, and exits with
+its code.
 """
 
 import subprocess
@@ -17,7 +18,7 @@ from common.console import run_main, say
 from common.process import ASK_TO_STOP, on_stop
 
 PAUSE_SECONDS = 300
-SHORT_SECONDS = 540
+SHORT_SECONDS = 900  # a longer launch has saved, so the next one begins further on
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +41,11 @@ def main(argv: list[str]) -> int:
         code = child.wait()
         code = 128 - code if code < 0 else code  # 128 + N if signal N killed it
         short = short + 1 if time.monotonic() < began + SHORT_SECONDS else 0
-        if came or short == 5 or code in (0, *(128 + number for number in ASK_TO_STOP)):
+        if came or code in (0, *(128 + number for number in ASK_TO_STOP)):
+            return code
+        if short == 5:
+            why = "five launches in a row took less than a quarter of an hour; see their errors"
+            say(f"night.py: exit code {code}; giving up, because {why}", console="stderr")
             return code
         hint = "launching again in five minutes, unless you press Ctrl-C"
         say(f"night.py: exit code {code}; {hint}", console="stderr")

@@ -25,7 +25,7 @@ from data.tokenizer import Tokenizer
 from machine import hardware
 from model import generate
 from model_fast import build_model, config_from_dict
-from tools.pretrained import load_pretrained, read_weights
+from run.pretrained import load_pretrained, read_weights
 
 RULER = "---------------"
 END_OF_TEXT = "<|endoftext|>"

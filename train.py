@@ -18,6 +18,7 @@ begun.
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 from signal import Signals
 
 import common.environment  # before torch  # noqa: F401  isort: skip
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from common.console import UserError, run_main, say
-from common.process import keep_awake, rank, world_size
+from common.process import StopSignal, is_main, keep_awake, rank, world_size
 from configurator import SAVE_EVERY, TRAIN_EVAL_TOKENS, Config, config_values
 from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset
@@ -35,18 +36,17 @@ from machine import hardware, ranks
 from machine.compile_check import compile_checked, freeze_garbage
 from machine.cost import describe, fit_device
 from machine.hardware import Hardware
-from machine.ranks import StopSignal
 from model import GPTConfig, count_targets
 from model_fast import build_model, config_to_dict, model_config
 from optimizer import build_optimizer, swap_averages
-from run.checkpoint import State
+from run.checkpoint import State, newest_first
 from run.clock import Clock, training_hours
 from run.log import Log, evaluation_line
-from run.start import check_data, choose_run, open_data, origin_lines
+from run.start import check_data, choose_run, open_data, over_line
 
 MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 may need 16 at first
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
-RESUME = "the next launch continues from the newest checkpoint"
+SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 MEMORY_HINT = (
     "give half the batch_size that the line `tokens per iteration` shows and, unless the config "
     "sets tokens_per_iter, twice the gradient_accumulation_steps; or use a smaller block_size"
@@ -58,14 +58,13 @@ def main(argv: list[str]) -> int:
     ranks.quiet_others()
     keep_awake()
 
-    # The run: its configuration, its folder, and what it begins with: a checkpoint to continue,
+    # The run: its configuration, its folder, and what it begins with: a checkpoint to resume,
     # weights, or nothing. Each rank reads this for itself, and join() ends the run if they differ
-    c, state, folder = choose_run(argv)
+    c, state, folder, about = choose_run(argv)
     it, val_loss = state.iter_num, state.val_loss
-    key = why_over(c, it, training_hours(state.ledger))
-    if state.complete and key and not c.eval_only:
-        ways = f"a larger --{key} continues it, another --out_dir begins a new run"
-        say(f"{c.out_dir}: all {it:,} iterations are done ({key} = {getattr(c, key)}); {ways}")
+    over = why_over(c, it, training_hours(state.ledger))
+    if state.complete and over and not c.eval_only:
+        say(over_line(c, state, over))
         return 0
     data = open_data(c)  # may download the tokens first
     check_data(c, data, state)
@@ -76,8 +75,7 @@ def main(argv: list[str]) -> int:
 
     # What learns, and from what
     model = make_model(sizes, c.seed, hw, state)
-    about = [*origin_lines(asked, state), hw.line(c.compile)]
-    about += [describe(model, data.vocab), data.line()]
+    about += [hw.line(c.compile), describe(model, data.vocab), data.line()]
     if c.eval_only:
         say(*about)
         evaluate_only(model, data, c, hw, it)
@@ -86,8 +84,6 @@ def main(argv: list[str]) -> int:
     # float16 gradients would underflow without a loss scale; for other dtypes this does nothing
     scaler = torch.amp.GradScaler(hw.device.type, enabled=hw.dtype == torch.float16)
     restore(state, optimizer, scaler)
-    if state.complete:  # it has ended with averages, if there are any, but goes on from the weights
-        swap_averages(optimizer)
     batches = Batches(data, c, hw.device)
 
     # What keeps the books. From here on out_dir belongs to this run
@@ -118,26 +114,15 @@ def main(argv: list[str]) -> int:
     def save(it: int, val_loss: float | None, complete: bool = False) -> tuple[int, float | None]:
         """Save what a resume needs, and return what the newest checkpoint is of."""
         with clock.pause("checkpoints"):
-            end_if_diverged(model, it, val_loss)
-            state = State(
-                model=model.state_dict(),
-                model_config=config_to_dict(model.config),
-                vocab=data.vocab,
-                tokenizer=data.tokenizer,
-                iter_num=it,
-                val_loss=val_loss,
-                complete=complete,
-                config=config_values(replace(asked, dtype=c.dtype)),  # what auto means here
-                data_fingerprint=data.fingerprint,
-                ledger=clock.seconds,
-                optimizer=optimizer.state_dict(),
-                scaler=scaler.state_dict(),
-            )
+            end_if_diverged(model, c, it, val_loss)
+            to_keep = replace(asked, dtype=c.dtype)  # what auto means here, for good
+            learned = model, optimizer, scaler
+            state = state_to_save(to_keep, data, *learned, clock, it, val_loss, complete)
             log.report_save(it, complete, *ranks.on_main(folder.save, state, c.keep_checkpoints))
         return it, val_loss
 
-    # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save:
-    # the same command continues from the newest checkpoint
+    # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save,
+    # but not one of what only reports. The same command resumes from the newest checkpoint
     while True:
         # all ranks get rank 0's training hours, seconds since its last save, and signal
         hours, since_save, signal = ranks.on_main(lambda: (*clock.read(), stop.number))
@@ -160,8 +145,8 @@ def main(argv: list[str]) -> int:
         batches.read_ahead(it + 1)  # while the device works
         skipped = (skipped + 1) * ~numbers["grad_norm"].isfinite()
 
-        # log every log_interval iterations, and after max_iters. Only here and in pauses does
-        # training wait for the device
+        # log every log_interval iterations, and after max_iters. With a fused optimizer, training
+        # waits for the device only here and in pauses
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
@@ -169,7 +154,7 @@ def main(argv: list[str]) -> int:
             log.report_step(it, loss, optimizer.param_groups[0]["lr"], numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
-                end_if_skipping(skips)
+                end_if_skipping(skips, c)
         it, val_loss = it + 1, None  # nobody has evaluated the new weights
 
     # The end. A complete run exchanges its weights for their averages, if the optimizer keeps them,
@@ -186,8 +171,8 @@ def main(argv: list[str]) -> int:
         save(it, val_loss)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
     log.finish(over or Signals(signal).name, it, val_loss)
-    if over:  # after a signal, exit without waiting for loss.png
-        log.attempt("loss.png", log.draw)
+    if over and is_main():  # after a signal, exit without waiting for loss.png
+        log.attempt("loss.png", draw_losses, folder.path, sum(clock.seconds.values()))
     return 0 if over else 128 + signal
 
 
@@ -351,6 +336,9 @@ def estimate_loss(model, data: Dataset, c: Config, hw: Hardware) -> dict[str, fl
     The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
     this, and gets all losses. Raises OSError and UserError.
     """
+    hw.seed(
+        c.seed, rank()
+    )  # so a model that draws, such as masked diffusion, always draws the same
     tokens = min(c.eval_tokens, len(data.val))
     losses: dict[str, float] = {}
     model.eval()
@@ -391,26 +379,59 @@ def evaluate_only(model, data: Dataset, c: Config, hw: Hardware, it: int) -> Non
 # Saving and resuming
 
 
-def end_if_skipping(skips: int) -> None:
+def lower_rate(c: Config) -> str:
+    """Return what to type after a divergence: a run that has never saved begins anew."""
+    if newest_first(Path(c.out_dir)):
+        return "resume the newest checkpoint with --init_from=resume and a lower --learning_rate"
+    return "try a lower --learning_rate"
+
+
+def end_if_skipping(skips: int, c: Config) -> None:
     """End the run after MAX_SKIPS skipped updates in a row: more iterations will not help."""
     if skips >= MAX_SKIPS:
-        hint = "try --init_from=resume with a lower learning_rate or --dtype=float32"
-        raise UserError(f"{skips} updates in a row skipped; {hint}; {RESUME}")
+        raise UserError(f"{skips} updates in a row skipped; {lower_rate(c)} or --dtype=float32")
 
 
-def end_if_diverged(model, it: int, val_loss: float | None) -> None:
+def end_if_diverged(model, c: Config, it: int, val_loss: float | None) -> None:
     """End the run if it has diverged, before a save could replace a good checkpoint."""
     signs = [f"{n} is not finite" for n, p in model.named_parameters() if not p.isfinite().all()]
     if it > 0 and val_loss is not None and not val_loss < MAX_LOSS:
         signs.append(f"the val loss is {val_loss:.4g}")
     if signs:
-        problem = f"iter {it}: {signs[0]}, so the weights are not saved"
-        raise UserError(f"{problem}; try --init_from=resume with a lower learning_rate; {RESUME}")
+        raise UserError(f"iter {it}: {signs[0]}, so the weights are not saved; {lower_rate(c)}")
+
+
+def state_to_save(
+    c: Config,
+    data: Dataset,
+    model,
+    optimizer,
+    scaler,
+    clock: Clock,
+    it: int,
+    val_loss: float | None,
+    complete: bool,
+) -> State:
+    """Return what a checkpoint holds after `it` iterations: what a resume cannot compute."""
+    return State(
+        model=model.state_dict(),
+        model_config=config_to_dict(model.config),
+        vocab=data.vocab,
+        tokenizer=data.tokenizer,
+        iter_num=it,
+        val_loss=val_loss,
+        complete=complete,
+        config=config_values(c),
+        data_fingerprint=data.fingerprint,
+        ledger=clock.seconds,
+        optimizer=optimizer.state_dict(),
+        scaler=scaler.state_dict(),
+    )
 
 
 def restore(state: State, optimizer, scaler) -> None:
     """
-    Restore the optimizer and the scaler of a run to continue. The optimizer's hyperparameters come
+    Restore the optimizer and the scaler of a run to resume. The optimizer's hyperparameters come
     from the configuration. Raises UserError.
     """
     if not state.is_run:
@@ -428,6 +449,18 @@ def restore(state: State, optimizer, scaler) -> None:
         optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, tensors)
     if scaler.is_enabled() and state.scaler:
         scaler.load_state_dict(state.scaler)
+    if (
+        state.complete
+    ):  # it has ended with averages, if there are any, but trains on from the weights
+        swap_averages(optimizer)
+
+
+def draw_losses(out_dir: Path, seconds: float) -> None:
+    """Draw loss.png when the run is complete. During the run, compare.py draws it."""
+    if seconds >= SHORTEST_RUN:
+        from tools.curves import read_run, save_picture  # only here, so that runs start sooner
+
+        save_picture([[read_run(out_dir / "metrics.jsonl")]], out_dir / "loss.png")
 
 
 if __name__ == "__main__":

@@ -53,12 +53,6 @@ def warn(message: str) -> None:
     say(f"warning: {message}", console="stderr")
 
 
-def print_in_handler(line: str) -> None:
-    """Print a line to stderr from a signal handler, which must not wait for the transcript."""
-    with contextlib.suppress(RuntimeError, OSError):  # RuntimeError: while a line is being printed
-        print(line, file=sys.stderr, flush=True)
-
-
 def command_line(*arguments) -> str:
     """Quote a command line for this system's shell."""
     join = subprocess.list2cmdline if sys.platform == "win32" else shlex.join

@@ -49,8 +49,8 @@ VARIABLES = {
     "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "0" if WINDOWS else None,
     # Otherwise Intel's runtime, part of some numpy builds, kills the process on Ctrl-C.
     "FOR_DISABLE_CONSOLE_CTRL_HANDLER": "1" if WINDOWS else None,
-    # Before torch 2.15, compiled code may lose norm gradients on a GPU (pytorch #193061). This one
-    # costs about 1% of the speed.
+    # Before torch 2.15, compiled code may lose norm gradients on a GPU (pytorch #193061). Turning
+    # this off costs about 1% of the speed, with later versions too.
     "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0",
     # Expandable segments reduce fragmentation, so larger batches fit. PyTorch for Windows has none.
     # They stay off under WSL, where NVIDIA's drivers before R615 may crash on them (pytorch

@@ -1,12 +1,14 @@
 """
-Say which of torchrun's processes this is, by the variables that torchrun sets, and which signals
-ask it to stop, and keep the machine awake while it works.
+Say which of torchrun's processes this is, by the variables that torchrun sets, note the signal that
+asks it to stop, and keep the machine awake while it works.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from typing import Any
 # has only SIGINT (Ctrl-C), SIGTERM and SIGBREAK (Ctrl-Break).
 NAMES = "SIGINT SIGTERM SIGBREAK SIGUSR1 SIGUSR2 SIGXCPU SIGHUP".split()
 ASK_TO_STOP = [number for number in signal.Signals if number.name in NAMES]
+SAME_STOP = 0.5  # seconds within which two signals are one, which `timeout` or torchrun sends twice
 
 
 def on_stop(handler: Callable[[int, Any], None]) -> None:
@@ -23,6 +26,32 @@ def on_stop(handler: Callable[[int, Any], None]) -> None:
         # SIGHUP is ignored under nohup, and SIGINT after `&` in a script. Keep ignoring them.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+class StopSignal:
+    """
+    Notes the first signal that asks the run to stop. Rank 0's decides for all ranks, because
+    torchrun and Slurm send it to each of them. After it, Ctrl-C ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  # 0: none has come
+        self.came = 0.0
+        on_stop(self.receive)
+
+    def receive(self, number: int, frame=None) -> None:
+        if not self.number:
+            self.number, self.came = number, time.monotonic()
+            if is_main():
+                hint = "a second Ctrl-C stops at once and saves nothing"
+                with contextlib.suppress(RuntimeError, OSError):  # while a line is being printed
+                    line = f"stopping when this iteration or evaluation is saved; {hint}"
+                    print(line, file=sys.stderr, flush=True)
+        elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:
+            if sys.platform == "win32":
+                os._exit(128 + number)
+            signal.signal(number, signal.SIG_DFL)  # end by the signal itself, as exit_with()
+            os.kill(os.getpid(), number)
 
 
 def world_size() -> int:

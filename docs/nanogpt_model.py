@@ -8,7 +8,7 @@ from machine.cost import count_flops
 from model import GPTConfig
 from model_fast import config_from_dict
 from optimizer import build_optimizer
-from tools.pretrained import load_pretrained
+from run.pretrained import load_pretrained
 
 
 class LayerNorm(nn.LayerNorm):

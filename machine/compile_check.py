@@ -10,6 +10,7 @@ with eager code on its device, and `bench.py check` small models with the CPU.
 import atexit
 import contextlib
 import gc
+import math
 import os
 import re
 import shutil
@@ -60,7 +61,7 @@ def compile_checked(model, c: Config, vocab: int, hw: Hardware) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     # keep the copies on the host, because the optimizer's state may already fill the device
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    problem = try_code(model, *eager_float32(model, c.batch_size, vocab), hw)
+    problem, _ = try_code(model, *eager_float32(model, c.batch_size, vocab), hw)
     if problem:
         hint = "python bench.py check says whether --compile=False, which is slower, is right here"
         raise UserError(f"compile: torch.compile does not work here ({problem}); {hint}")
@@ -91,10 +92,12 @@ def eager_float32(model, batch_size: int, vocab: int) -> tuple[Tensor, Results]:
     return windows, (losses, {name: gradient.cpu() for name, gradient in gradients.items()})
 
 
-def try_code(model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True) -> str:
+def try_code(
+    model, windows: Tensor, exact: Results, hw: Hardware, compiles: bool = True
+) -> tuple[str, float]:
     """
     Compile the model unless `compiles` is False, run it as a run does, and compare() its results
-    with the exact ones. Returns why its code must not be used, or "".
+    with the exact ones. Returns why its code must not be used, or "", and the largest error.
     """
     try:
         if compiles:
@@ -107,8 +110,10 @@ def try_code(model, windows: Tensor, exact: Results, hw: Hardware, compiles: boo
         # a full /tmp
         reason = re.search("(?<=: )(fatal )?error: .{,300}", str(raised))
         problem = reason[0] if reason else one_line(raised)
-        return (compiles and missing_package()) or problem
-    return compare(found, exact, rounding_of(hw))
+        return (compiles and missing_package()) or problem, math.nan
+    error, where = compare(found, exact, rounding_of(hw))
+    problem = f"the {where} is off by {error:.2g} times what rounding explains"
+    return "" if error <= 1 else problem, error
 
 
 def run_code(model, blocks: Sequence[Tensor], autocast) -> Results:
@@ -141,26 +146,27 @@ def run_code(model, blocks: Sequence[Tensor], autocast) -> Results:
     return losses, gradients
 
 
-def compare(found: Results, exact: Results, rounding: float) -> str:
+def compare(found: Results, exact: Results, rounding: float) -> tuple[float, str]:
     """
-    Compare results with exact ones, which may be on another device. Returns which gradient or loss
-    is off by more than `rounding`, the relative error of one number, explains, or "".
+    Compare results with exact ones, which may be on another device. Returns the largest error, as a
+    multiple of what `rounding`, the relative error of one number, explains, and which it is of.
     """
     (losses, gradients), (exact_losses, exact_gradients) = found, exact
     # A gradient of one number may cancel almost entirely. Relative to its own norm, rounding then
     # reached 500 times bfloat16's, so a small gradient is judged relative to half the median norm.
     norms = torch.tensor([gradient.norm() for gradient in exact_gradients.values()])
     least = norms.median().item() / 2 or 1e-30
+    errors: dict[str, float] = {}
     for name, gradient in gradients.items():
         reference = exact_gradients[name].to(gradient.device)  # one at a time, to save memory
         size = reference.norm().clamp(min=least)
         error = ((gradient - reference).norm() / size).item()
-        if not error <= BOUND * rounding:  # true if it is not a number
-            return f"the gradient of {name} is off by {error:.2g} of its norm"
+        errors[f"gradient of {name}"] = error / (BOUND * rounding)
     for mode, loss in losses.items():
-        if not abs(loss - exact_losses[mode]) <= rounding * abs(exact_losses[mode]):
-            return f"the {mode} loss is {loss:.6g} instead of {exact_losses[mode]:.6g}"
-    return ""
+        error = abs(loss - exact_losses[mode]) / abs(exact_losses[mode] or 1e-30)
+        errors[f"{mode} loss"] = error / rounding
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    return errors[worst], worst
 
 
 def rounding_of(hw: Hardware) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.console import BELOW, UserError
+from common.console import BELOW, UserError, warn
 from common.process import local_rank, world_size
 from configurator import Config
 from machine.gpus import GIB, find_row, row_peak
@@ -175,7 +175,11 @@ def best_dtype(device: torch.device) -> torch.dtype:
 def set_up(config: Config) -> Hardware:
     """Choose the device and dtype, set torch's options for them, and find the peak."""
     device = choose_device(config)
-    dtype = best_dtype(device) if config.dtype == "auto" else getattr(torch, config.dtype)
+    best = best_dtype(device)
+    dtype = best if config.dtype == "auto" else getattr(torch, config.dtype)
+    if device.type == "cuda" and dtype == torch.bfloat16 != best:
+        slow = "this GPU only emulates bfloat16; --dtype=float16 is faster"
+        warn(f"dtype: {slow} (with --init_from=resume, if the run has begun)")
     hw = Hardware(device, dtype, cpu_name(), config.peak_tflops, "peak_tflops")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,5 +1,5 @@
 """
-Coordinates the processes of a multi-GPU run, and notes the signal that asks a run to stop.
+Coordinates the processes of a multi-GPU run.
 
 torchrun starts one process per device, and all of them run the same loop. Each reads the command,
 the checkpoint and the data for itself before it joins the others. Rank 0's clock and signal decide
@@ -11,9 +11,7 @@ An error ends the process that meets it, and torchrun then ends the others.
 """
 
 import os
-import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common.console import UserError, one_line, print_in_handler
-from common.process import is_main, on_stop, rank, world_size
+from common.console import UserError, one_line
+from common.process import is_main, rank, world_size
 
 
 def quiet_others() -> None:
@@ -95,34 +93,3 @@ def on_main(function: Callable[..., Any], *args) -> Any:
     if world_size() > 1:
         dist.broadcast_object_list(box)
     return box[0]
-
-
-# -----------------------------------------------------------------------------
-# The end of a run
-
-
-SAME_STOP = 0.5  # seconds within which two signals are one, which `timeout` or torchrun sends twice
-
-
-class StopSignal:
-    """
-    Notes the first signal that asks the run to stop. Rank 0's decides for all ranks, because
-    torchrun and Slurm send it to each of them. After it, Ctrl-C ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0  # 0: none has come
-        self.came = 0.0
-        on_stop(self.receive)
-
-    def receive(self, number: int, frame=None) -> None:
-        if not self.number:
-            self.number, self.came = number, time.monotonic()
-            if is_main():
-                hint = "a second Ctrl-C stops at once and saves nothing"
-                print_in_handler(f"stopping when this iteration or evaluation is saved; {hint}")
-        elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:
-            if sys.platform == "win32":
-                os._exit(128 + number)
-            signal.signal(number, signal.SIG_DFL)  # end by the signal itself, as exit_with()
-            os.kill(os.getpid(), number)

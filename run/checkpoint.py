@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.utils.serialization  # import now; by the first torch.save, the venv may be gone
+import torch.utils.serialization  # torch.save() would import it hours later, from a lost disk
 from torch import Tensor
 
 from common.console import UserError, keep_transcript, one_line, warn
@@ -35,7 +35,7 @@ from model_fast import FastConfig
 class State:
     """
     Holds what a run begins with, and what a checkpoint stores. A new run's State has the weights of
-    init_from, or nothing. Only that of a run to continue has an optimizer. What is not in here,
+    init_from, or nothing. Only that of a run to resume has an optimizer. What is not in here,
     such as the order of the data and dropout's random numbers, follows from the run's keys and the
     number of the iteration.
     """
@@ -176,7 +176,7 @@ def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path
     holds; None if out_dir has no checkpoint. Warns about each damaged one. Raises UserError if none
     can be read, so that a run never silently starts again.
     """
-    paths = order(out_dir)
+    paths = order(out_dir) or newest_first(out_dir)  # to say of each why it cannot be read
     for path in paths:
         try:
             return path, load(path)
@@ -184,7 +184,7 @@ def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path
             if not os.path.lexists(path) and newest_first(out_dir):
                 return load_first(out_dir, order)  # a run that saves has deleted it, so look again
             warn(f"{error}; trying another checkpoint")
-    if paths or newest_first(out_dir):
+    if paths:
         hint = "restore one, or start in another --out_dir"
         raise UserError(f"{out_dir}: none of its checkpoints can be read; {hint}")
     return None
@@ -217,7 +217,7 @@ class RunFolder:
         self.path = path
         self.lock_file: BinaryIO | None = None
         self.has_warned = False  # that the disk does not take a log's line
-        if (path / "lock").exists() and not only_reads:
+        if not only_reads and ((path / "lock").exists() or newest_first(path)):
             self.lock()
 
     def lock(self) -> None:
@@ -272,7 +272,7 @@ class RunFolder:
             is_best = self.prune(keep) == path and state.val_loss is not None
             return path.stat().st_size, is_best
         except OSError as error:
-            hint = "once that is fixed, the same command continues"
+            hint = "once that is fixed, the same command resumes the run"
             raise UserError(f"{path}: is not saved ({error.strerror}); {hint}") from None
 
     def prune(self, keep: int) -> Path | None:

@@ -1,6 +1,5 @@
 """
-Writes a run's log: the console and log.txt, metrics.jsonl, samples, loss.png, and an optional
-tracker.
+Writes a run's log: the console and log.txt, metrics.jsonl, samples, and an optional tracker.
 
 Console lines begin like nanoGPT's, so parsers written for nanoGPT still work. Warnings go to
 stderr.
@@ -39,7 +38,6 @@ from run.checkpoint import RunFolder, checkpoint_name
 from run.clock import Clock, clock_time, training_hours
 
 PROJECT = Path(__file__).resolve().parent.parent
-SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 
 
 class Log:
@@ -316,15 +314,6 @@ class Log:
             f"{name}: {'n/a' if value is None else format(value, form)}"
             for name, (value, form) in values.items()
         ]
-
-    def draw(self) -> None:
-        """Draw loss.png. During the run, compare.py draws it."""
-        if not is_main() or sum(self.clock.seconds.values()) < SHORTEST_RUN:
-            return
-        from tools.curves import read_run, save_picture  # only here, so that runs start sooner
-
-        file = self.folder.path / "metrics.jsonl"
-        save_picture([[read_run(file)]], file.with_name("loss.png"))
 
 
 def launch_command() -> str:

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.console import BELOW, UserError, raise_if_any
+from common.console import BELOW, UserError, raise_if_any, say
 from common.process import is_main, world_size
 from configurator import (
     FIELDS,
@@ -22,6 +22,7 @@ from configurator import (
     config_from,
     config_values,
     find_keys,
+    problems_of,
     read_config,
     resolve,
 )
@@ -35,29 +36,30 @@ from run.checkpoint import RunFolder, State
 from run.clock import training_hours
 
 
-def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder]:
+def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder, list[str]]:
     """
     Read the command. Returns the configuration that it and the checkpoint or weights ask for, what
-    the run begins with, and the run's folder. Raises UserError, with a line for each problem.
+    the run begins with, the run's folder, and lines that say what was decided. Raises UserError,
+    with a line for each problem.
     """
-    c = read_config(argv)
-    folder = RunFolder(Path(c.out_dir), only_reads=c.eval_only or not is_main())
-    state = find_checkpoint(c)
-    before, problems = None, []
+    new = read_config(argv)
+    folder = RunFolder(Path(new.out_dir), only_reads=new.eval_only or not is_main())
+    state = find_checkpoint(new)
     if state.is_run:
         before = config_from(state.config)
-        c = config_of_run(c, before)
-        problems += length_problems(c, before, state)
+        c = config_of_run(argv, new, before)
+        about = run_lines(resolve(new), c, before, state)
+        problems = length_problems(c, before, state) + problems_of(c, world_size(), before)
     else:
-        c, state = config_of_weights(c)
-    c, impossible = resolve(c, world_size(), before)
-    problems += impossible
+        c, state = config_of_weights(new)
+        c, about = resolve(c), [f"weights: {state.source}"] if state.source else []
+        problems = problems_of(c, world_size())
     try:
         hardware.check_device(c)
     except UserError as error:
         problems += error.args
     raise_if_any(problems)
-    return c, state, folder
+    return c, state, folder, about
 
 
 def find_checkpoint(c: Config) -> State:
@@ -70,13 +72,20 @@ def find_checkpoint(c: Config) -> State:
     if c.eval_only and c.init_from not in NOT_WEIGHTS:
         return State()
     if found := checkpoint.load_first(out_dir, checkpoint.newest_first):
-        return checkpoint.state_of(*found)
+        path, state = found[0], checkpoint.state_of(*found)
+        if state.iter_num != checkpoint.iteration(path):
+            name = checkpoint.checkpoint_name(state.iter_num)
+            raise UserError(f"{path}: holds iteration {state.iter_num}; rename it to {name}")
+        return state
     if others := sorted(out_dir.glob("*.pt")):  # such as nanoGPT's ckpt.pt
         hint = f"--init_from={others[-1]} --out_dir=NEW starts a new run from its weights"
         raise UserError(f"out_dir: {others[-1]} is from another program or run; {hint}")
     if c.init_from == "resume":
         hint = "is its disk mounted? Without --init_from=resume, a new run begins"
         raise UserError(f"init_from: {c.out_dir} holds no checkpoint to resume; {hint}")
+    # at once, because whoever has mistyped out_dir may be refused for what a new run lacks
+    begins = "this model is untrained" if c.eval_only else "a new run begins"
+    say(f"{c.out_dir} holds no checkpoint: {begins}")
     return State()
 
 
@@ -84,19 +93,20 @@ def find_checkpoint(c: Config) -> State:
 # What the checkpoint or the weights decide
 
 
-def config_of_run(c: Config, before: Config) -> Config:
+def config_of_run(argv: list[str], new: Config, before: Config) -> Config:
     """
-    Return the configuration of a run that goes on. A key that the command does not set keeps the
-    run's value; the classes of configurator.py say what happens to one that it sets. Raises
-    UserError if it sets keys that the run keeps.
+    Return the configuration of a resumed run. The command is read again, with the run's values
+    of the keys that it does not set (`new` is what it would begin a new run with); the classes of
+    configurator.py say what happens to those that it sets. Raises UserError if it sets keys that
+    the run keeps.
     """
-    may_change = c.init_from == "resume" or c.eval_only
+    unset = FIELDS.keys() - new.set_keys - {"out_dir"}
+    c = read_config(argv, kept={name: getattr(before, name) for name in unset})
     if c.init_from in NOT_WEIGHTS:  # names no weights, so the run keeps those that it began with
         c = replace(c, init_from=before.init_from)
     if c.dtype == "auto":  # means what it meant when the run began
         c = replace(c, dtype=before.dtype)
-    unset = FIELDS.keys() - c.set_keys - {"out_dir"}
-    c = replace(c, **{name: getattr(before, name) for name in unset})
+    may_change = new.init_from == "resume" or c.eval_only
     kept = [RunKeys] if may_change else [RunKeys, TrainingKeys]
     others = others_than(c, {name: getattr(before, name) for k in kept for name in find_keys(k)})
     ways = "another --out_dir for a new run"
@@ -104,6 +114,45 @@ def config_of_run(c: Config, before: Config) -> Config:
         ways += ", --init_from=resume to change this one"
     refuse(others, c, c.out_dir, ways)
     return c
+
+
+def run_lines(new: Config, c: Config, before: Config, state: State) -> list[str]:
+    """
+    Say which checkpoint is resumed, which keys the run keeps that the command does not set, unless
+    they are what the command would begin a `new` run with, and which keys have changed.
+    """
+    first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
+    lines = [f"resume: {state.source}, iteration {state.iter_num:,}{first}"]
+    if c.eval_only:
+        return lines
+    # the lines above and of the device show these two
+    unset = [name for name in FIELDS if name not in {"init_from", "dtype", *c.set_keys}]
+    kept = [n for n in unset if getattr(c, n) != getattr(new, n)]
+    if kept:
+        lines.append(f"resume: keeps {', '.join(f'{n} = {getattr(c, n)}' for n in kept)}")
+    for name, x in config_values(c).items():
+        if x != (was := getattr(before, name)):
+            lines.append(f"resume: {name} = {x!r} (was {was!r})")
+    return lines
+
+
+def over_line(c: Config, state: State, key: str) -> str:
+    """
+    Say which `key` has ended a complete run, and how to resume it. Raises UserError if the command
+    changes how it trains, because no iteration would train with that.
+    """
+    value, before = getattr(c, key), config_from(state.config)
+    changed = [n for n in find_keys(TrainingKeys) if getattr(c, n) != getattr(before, n)]
+    if changed:
+        n = changed[0]
+        problem = f"{n}: {c.out_dir} is complete, so nothing would train with {getattr(c, n)!r}"
+        raise UserError(f"{problem}; give a larger --{key} too, or another --out_dir for a new run")
+    whose = "" if key in c.set_keys else " of this run"
+    done, more = f"{state.iter_num:,}", f"a larger --{key} resumes it"
+    if key == "hours":
+        done, more = f"{done} of {c.max_iters:,}", "--hours=0 resumes it up to max_iters"
+    ended = f"{c.out_dir}: ended by {key} = {value:,}{whose}, after {done} iterations"
+    return f"{ended}; {more}, another --out_dir begins a new run"
 
 
 def length_problems(c: Config, before: Config, state: State) -> list[str]:
@@ -133,13 +182,12 @@ def config_of_weights(c: Config) -> tuple[Config, State]:
     """
     if c.init_from in NOT_WEIGHTS:
         return c, State()
-    from tools.pretrained import load_pretrained  # only here, because few runs need it
+    from run.pretrained import load_pretrained  # only here, because few runs need it
 
     state = load_pretrained(c.init_from, c.block_size if "block_size" in c.set_keys else None)
-    sizes = state.model_config
-    of_model = {"model", *(f.name for f in fields(FastConfig))}
-    theirs = {n: sizes.get(n, f.default) for n, f in find_keys(RunKeys).items() if n in of_model}
-    if sizes["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
+    saved, of_model = state.model_config, {"model", *(f.name for f in fields(FastConfig))}
+    theirs = {n: saved.get(n, f.default) for n, f in find_keys(RunKeys).items() if n in of_model}
+    if saved["vocab_size"] % c.pad_vocab_multiple:  # loaded weights get no new rows
         theirs |= dict(pad_vocab_multiple=1)
     refuse(others_than(c, theirs), c, c.init_from, "another --init_from")
     return replace(c, **theirs), state
@@ -162,25 +210,6 @@ def refuse(others: dict[str, Any], c: Config, source: str, ways: str) -> None:
         words = " ".join(f"--{name}={value}" for name, value in others.items())
         lines[-1] += f"{BELOW}give {ways}, or {words}"
         raise UserError(*lines)
-
-
-def origin_lines(c: Config, state: State) -> list[str]:
-    """
-    Say from which checkpoint or weights a run begins, and which keys differ from the checkpoint's.
-    """
-    if not state.source and c.eval_only:
-        return [f"eval_only: {c.out_dir} holds no checkpoint; this model is untrained"]
-    if not state.source:
-        return [f"new run: {c.out_dir} holds no checkpoint"]
-    if not state.is_run:
-        return [f"weights: {state.source}"]
-    first = "" if c.init_from in NOT_WEIGHTS else f"; the run began from {c.init_from}"
-    lines = [f"resume: {state.source}, iteration {state.iter_num:,}{first}"]
-    if c.eval_only:
-        return lines
-    before = config_values(config_from(state.config))
-    changed = {name: x for name, x in config_values(c).items() if x != before[name]}
-    return lines + [f"resume: {name} = {x!r} (was {before[name]!r})" for name, x in changed.items()]
 
 
 # -----------------------------------------------------------------------------

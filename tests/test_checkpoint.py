@@ -77,6 +77,17 @@ def test_a_checkpoint_of_another_program_or_version_is_refused_as_such(content, 
         checkpoint.state_of(*checkpoint.load_first(tmp_path, order))
 
 
+@pytest.mark.parametrize("order", [checkpoint.newest_first, checkpoint.best_first])
+def test_says_of_each_checkpoint_why_it_cannot_be_read_if_none_can(order, tmp_path, capsys):
+    paths = [tmp_path / checkpoint_name(it) for it in (3, 2)]
+    for path in paths:
+        path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="none of its checkpoints can be read"):
+        checkpoint.load_first(tmp_path, order)
+    warnings = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert warnings == [str(path) for path in paths]
+
+
 @pytest.mark.parametrize("step", ["zipfile.ZipFile", "torch.load"])
 def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_one(
     step, tmp_path, monkeypatch, capsys

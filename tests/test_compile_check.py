@@ -56,7 +56,7 @@ def check(code, name: str, dtype: str, batch: int = BATCH) -> str:
     torch.manual_seed(1)
     gpt = build_model(MODELS[name])
     with compiler(code):
-        return try_code(gpt, *eager_float32(gpt, batch, VOCAB), hardware_in(dtype))
+        return try_code(gpt, *eager_float32(gpt, batch, VOCAB), hardware_in(dtype))[0]
 
 
 # -----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_check_passes_torchs_compiler_on_random_weights_and_batches(name, dtype,
             monkeypatch.setattr(compile_check, "SEED", seed)
             windows, exact = eager_float32(eager, BATCH, VOCAB)
             gpt.load_state_dict(eager.state_dict())
-            assert not try_code(gpt, windows, exact, hw)
+            assert not try_code(gpt, windows, exact, hw)[0]
             monkeypatch.setattr(compile_check, "compile_model", lambda model: None)
             torch.compiler.set_stance("fail_on_recompile")
 

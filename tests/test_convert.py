@@ -31,7 +31,7 @@ from data.tokenizer import same_tokenizer
 from model import GPT, GPTConfig, generate
 from model_fast import FastConfig, FastGPT, build_model, config_from_dict, config_to_dict
 from run.checkpoint import FORMAT
-from tools.pretrained import fetch, load_pretrained
+from run.pretrained import fetch, load_pretrained
 
 SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 

@@ -15,7 +15,7 @@ from program import FAST, ROOT
 from training_setup import TrainingSetup
 
 from common.console import UserError
-from configurator import Config, load_config, read_config, resolve
+from configurator import Config, load_config, problems_of, read_config, resolve
 from machine.cost import CONTEXT_BYTES, fit_device, memory_bytes
 from machine.gpus import GIB, resolve_gpu, short_name
 from machine.hardware import Hardware
@@ -130,7 +130,8 @@ def test_batch_size_is_a_maximum_with_tokens_per_iter(
     values = dict(tokens_per_iter=2**19, batch_size=saved)
     before = saved and Config(**values, gradient_accumulation_steps=sequences // saved)
     asked = read_config([f"{ROOT}/config/fast.py", *argv])
-    c, problems = resolve(asked, processes, before)
+    c = resolve(asked)
+    problems = problems_of(c, processes, before)
     device = torch.device("cuda" if gib else "cpu")
     hw = Hardware(device, torch.bfloat16, "", 1.0, "")
     monkeypatch.setenv("WORLD_SIZE", str(processes))

@@ -233,6 +233,15 @@ def test_picks_the_fastest_device_its_dtype_and_its_peak(here, keys, device, dty
     assert torch.get_float32_matmul_precision() == ("high" if config.tf32 else "highest")
 
 
+def test_a_run_in_bfloat16_learns_on_a_t4_that_float16_is_faster(machine, capsys):
+    """A run that began on an A100 keeps its dtype."""
+    for here, words in ((T4, "--dtype=float16"), (A100, ""), (dict(), "")):
+        machine(**here)
+        assert hardware.set_up(Config(dtype="bfloat16")).dtype == BF16
+        said = capsys.readouterr().err
+        assert words in said and bool(said) == bool(words)
+
+
 CUDA_BUILD = "pip install torch=="
 REFUSED = [  # a machine, keys -> words of the error
     (dict(), dict(device="mps"), "--device=cpu"),

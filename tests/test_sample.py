@@ -201,7 +201,7 @@ def test_samples_of_a_hub_model_match_transformers(tmp_path, monkeypatch):
     options = dict(attention_mask=torch.ones_like(idx), max_new_tokens=6)
     expected = reference.generate(idx, do_sample=False, **options)[0].tolist()
     greedy = (*SHORT, "--temperature=0", "--max_new_tokens=6")
-    with mock.patch("tools.pretrained.fetch", lambda name: Path("hf")):
+    with mock.patch("run.pretrained.fetch", lambda name: Path("hf")):
         result = run("sample.py", "--init_from=owner/model", "--start=the cat", *greedy)
     assert result.code == 0
     assert result.out == bpe.decode(expected, skip_special_tokens=False) + RULER

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 from common import console, files, process
-from machine import ranks
 
 
 @pytest.fixture
@@ -71,6 +70,6 @@ def test_keeps_windows_awake_and_quotes_commands_for_its_shells(windows):
 @pytest.mark.skipif(sys.platform == "win32", reason="imitates Ctrl-Break with a signal of Linux")
 def test_ctrl_break_stops_a_run_with_its_exit_code(monkeypatch):
     monkeypatch.setattr(process, "ASK_TO_STOP", [signal.Signals(21)])
-    stop = ranks.StopSignal()
+    stop = process.StopSignal()
     signal.getsignal(21)(21, None)
     assert stop.number == 21

@@ -1,1 +1,1 @@
-"""What bench.py, compare.py, convert.py and sample.py are made of."""
+"""What bench.py, compare.py and convert.py are made of, and the picture of a run that has ended."""

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from common.console import UserError, parse_count, percent, raise_if_any, say, short
-from configurator import SAVE_EVERY, TRAIN_EVAL_TOKENS, Config, resolve
+from configurator import SAVE_EVERY, TRAIN_EVAL_TOKENS, Config, problems_of, resolve
 from data.download import (
     FAST_DATA,
     SAMPLE_TOKENS,
@@ -57,8 +57,8 @@ def plan(config: Config, options: Namespace) -> dict:
     """
     # The run. Weights in init_from set the model's sizes, and a dataset its vocabulary
     c, begin = config_of_weights(config)
-    c, problems = resolve(c, options.gpus)
-    raise_if_any(problems)
+    c = resolve(c)
+    raise_if_any(problems_of(c, options.gpus))
     dataset_tokens, gpus = options.dataset_tokens, options.gpus
     vocab = vocab_where_missing(c)
     if vocab is None:

@@ -155,9 +155,9 @@ def test_a_run_whose_last_save_fails_ends_with_an_error_and_is_finished_by_the_n
     assert result.code == 1 and not ran.records("end")
     (line,) = lines(result.err, "error:")
     assert "ckpt-00000008.pt" in line
-    assert "iterations are done" not in train(**tiny).out
+    assert "ended by" not in train(**tiny).out
     assert_same_run(tmp_path / "straight", ran.out_dir, 8)
-    assert "iterations are done" in train(**tiny).out
+    assert "ended by max_iters" in train(**tiny).out
 
 
 # -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hf_reference import random_gpt2
 from program import ROOT, InProcessRun, Result, Run, flags, refused, run, sigterm, train
 
 from data.tokenizer import Tokenizer
-from tools.pretrained import load_pretrained
+from run.pretrained import load_pretrained
 
 TINY = dict(n_layer=1, max_iters=2, eval_interval=2, eval_tokens=64)
 
@@ -51,7 +51,7 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, 
     assert len(Run(tmp_path / "run").state(8)["model"]["lm_head.weight"]) == 61
     refused(run("train.py", *flags(**command | dict(init_from="gpt2"))), "another --out_dir")
     refused(run("train.py", *flags(**command | dict(learning_rate=1e-5))), "another --out_dir")
-    assert "all 8 iterations are done" in train(**command).out
+    assert "ended by max_iters = 8, after 8" in train(**command).out
 
 
 # -----------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_nanogpt_model_returns_logits_and_loss_for_batches_of_one_to_three(rows,
 
 def test_calls_from_nanogpts_scripts_work_with_nanogpt_model(calls, tmp_path, monkeypatch):
     random_gpt2(tmp_path)
-    monkeypatch.setattr("tools.pretrained.fetch", lambda name: tmp_path)
+    monkeypatch.setattr("run.pretrained.fetch", lambda name: tmp_path)
     model = calls.GPT.from_pretrained("gpt2", dict(dropout=0.1))
     assert model.config.dropout == model.transformer.drop.p == 0.1
     idx = torch.randint(128, (2, 8))

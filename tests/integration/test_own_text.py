@@ -144,7 +144,7 @@ def test_the_documented_fine_tuning_of_gpt2_runs(monkeypatch):
     Path("config").mkdir()
     shutil.copy(ROOT / "config" / "finetune_gpt2.py", "config")
     random_gpt2(Path("hub"), vocab_size=384)
-    monkeypatch.setattr("tools.pretrained.fetch", lambda name: Path("hub"))
+    monkeypatch.setattr("run.pretrained.fetch", lambda name: Path("hub"))
     pages = (README, ROOT / "docs" / "own_text.md")
     commands = [command[1:] for page in pages for command in command_lines(page)]
     commands = [words for words in commands if words[:1] == ["config/finetune_gpt2.py"]]

@@ -18,6 +18,8 @@ from program import (
     train,
 )
 
+from configurator import Config
+
 
 @pytest.fixture
 def ran(tmp_path) -> Run:
@@ -31,7 +33,7 @@ def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran):
     train(**keys | dict(max_iters=4))
     before = contents(ran.out_dir)
     for again in (dict(max_iters=4), dict(max_iters=2), dict(max_iters=4, log_interval=2)):
-        said = f"all 4 iterations are done (max_iters = {again['max_iters']})"
+        said = f"ended by max_iters = {again['max_iters']}, after 4 iterations"
         assert said in train(**keys | again | dict(dataset="missing")).out
     assert contents(ran.out_dir) == before
     train(**keys | dict(max_iters=8))
@@ -59,12 +61,61 @@ def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(
     trainer.at["iteration", 5] = sigterm
     assert trainer.launch(**keys, out_dir=ran.out_dir).code == 143
     result = train(out_dir=ran.out_dir)
-    assert len([line for line in result.out.splitlines() if line.startswith("resume: ")]) == 1
+    _, keeps = [line for line in result.out.splitlines() if line.startswith("resume: ")]
+    # but for what a new run would have, too, and dtype, which the device's line shows
+    said = [name for name, x in others.items() if x != getattr(Config(), name) and name != "dtype"]
+    assert all(f"{name} = {others[name]}" in keeps for name in said)
     if "hours" not in others:  # whose schedule follows the clock
         assert_same_run(tmp_path / "straight", ran.out_dir, 8)
     first, second = ran.column("start", "config")
     assert second == first and others.items() <= first.items()
-    assert "all 8 iterations are done" in train(out_dir=ran.out_dir).out
+    assert "ended by max_iters = 8 of this run, after 8" in train(out_dir=ran.out_dir).out
+
+
+def test_a_run_says_what_it_keeps_that_a_command_leaves_out(corpus, ran):
+    """It says nothing of a value that the command would begin a new run with."""
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=2, learning_rate=1e-5)
+    train(**keys, dropout=0.2, min_lr=6e-5)
+    kept = "resume: keeps dropout = 0.2, min_lr = 6e-05"
+    assert kept in train(**keys | dict(max_iters=3)).out.splitlines()
+    assert "resume: keeps" not in train(**keys | dict(max_iters=4), dropout=0.2, min_lr=6e-5).out
+    assert ran.state()["config"]["min_lr"] == 6e-5
+
+
+def test_a_config_file_computes_with_the_values_that_its_run_keeps(corpus, ran, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("lr_decay_iters = max_iters\neval_interval = 1 + max_iters // 2\n")
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir)
+    keys.pop("eval_interval", None)
+    trainer = InProcessRun()
+    trainer.at["iteration", 5] = sigterm
+    assert trainer.launch(str(file), **keys).code == 143
+    del keys["max_iters"]
+    assert trainer.launch(str(file), **keys).code == 0
+    first, second = ran.column("start", "config")
+    assert second == first and first["lr_decay_iters"] == 8
+
+
+def test_a_complete_run_takes_no_rate_that_it_would_not_train_with(corpus, ran):
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=2)
+    train(**keys)
+    before = contents(ran.out_dir)
+    other = keys | dict(init_from="resume", learning_rate=0.02)
+    refused(run("train.py", *flags(**other)), "learning_rate: ", "a larger --max_iters")
+    assert contents(ran.out_dir) == before
+    train(**other | dict(max_iters=3))
+    assert ran.state()["config"]["learning_rate"] == 0.02
+
+
+def test_a_checkpoint_under_another_iterations_name_is_refused(corpus, ran):
+    """It would be taken for the newest at each start, although the run saves newer ones."""
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=2)
+    train(**keys)
+    (ran.out_dir / "ckpt-00000002.pt").rename(ran.out_dir / "ckpt-00000009.pt")
+    before = contents(ran.out_dir)
+    result = run("train.py", *flags(**keys | dict(max_iters=4)))
+    refused(result, "ckpt-00000009.pt: holds iteration 2", "ckpt-00000002.pt")
+    assert contents(ran.out_dir) == before
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["stopped", "over"])

@@ -81,7 +81,7 @@ def test_a_finished_run_resumes_only_if_it_is_given_more_time(trainer, tiny, ran
     iterations = len(ran.steps("lr"))
     log = (ran.out_dir / "metrics.jsonl").read_bytes()
     result = trainer.launch(**tiny, hours=0.1)
-    assert result.code == 0 and "iterations are done (hours = 0.1)" in result.out
+    assert result.code == 0 and "ended by hours = 0.1, after" in result.out
     assert (ran.out_dir / "metrics.jsonl").read_bytes() == log
 
     assert trainer.launch(**tiny, hours=0.2).code == 0
