@@ -304,7 +304,7 @@ def test_an_unreadable_shard_ends_the_run_and_a_resume_continues_from_its_last_s
 
 def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny, ran):
     tiny |= dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=5)
-    first = start("train.py", *flags(**tiny))
+    first = start(*watched("time.sleep(0.03)"), *flags(**tiny))
     wait_for_line(first, "iter 9:")
     for init_from in ("scratch", "resume"):
         refused(run("train.py", *flags(**tiny | dict(max_iters=3), init_from=init_from)))
