@@ -336,9 +336,7 @@ def estimate_loss(model, data: Dataset, c: Config, hw: Hardware) -> dict[str, fl
     The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
     this, and gets all losses. Raises OSError and UserError.
     """
-    hw.seed(
-        c.seed, rank()
-    )  # so a model that draws, such as masked diffusion, always draws the same
+    hw.seed(c.seed, rank())  # so masked diffusion, which draws in forward(), always draws the same
     tokens = min(c.eval_tokens, len(data.val))
     losses: dict[str, float] = {}
     model.eval()
