@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from common.console import say, short, warn
-from common.process import world_size
-from configurator import Config
+from common.console import one_line, short, warn
+from common.process import is_main
+from configurator import NANOGPT_BATCH, Config
 from machine.gpus import GIB
-from machine.hardware import WINDOWS_DRIVER, Hardware
+from machine.hardware import WINDOWS_DRIVER
 from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
 from model_fast import FastConfig, FastGPT, build_model, config_to_dict
 from optimizer import build_optimizer
@@ -32,7 +32,6 @@ USABLE_MEMORY = 0.9
 # that is opened later must not end the run. On 12 GB, the fast recipe leaves 5 GiB with 8 sequences
 # and 2.3 GiB with 16, and nobody has measured that 16 is faster there.
 CHOSEN_MEMORY = 0.75
-CPU_BATCH = 8  # the largest micro-batch that a run without CUDA chooses
 
 
 # -----------------------------------------------------------------------------
@@ -189,38 +188,26 @@ def checkpoint_bytes(c: Config, sizes: GPTConfig) -> int:
 # The micro-batch that fits
 
 
-def choose_batch(c: Config, sizes: GPTConfig, processes: int, memory: float) -> Config:
+def choose_batch(c: Config, sizes: GPTConfig, processes: int, memory_gib: float | None) -> Config:
     """
-    Return the config with the largest micro-batch, up to batch_size, with which a run takes at most
-    `memory` bytes of each GPU; without a GPU (0 bytes) with the largest up to CPU_BATCH. It has
-    one sequence even if that does not fit, because the estimate may be too high. Without
-    tokens_per_iter, batch_size is exact if the processes can share that many micro-batches.
+    Return the config with the batch_size that a run takes: what is asked for or, if that is 0, as
+    many sequences as fit into CHOSEN_MEMORY of a GPU with `memory_gib`, and without one 12, as in
+    nanoGPT. It must divide each process's sequences, so the largest below it that does is taken.
+    Only the GPU's size counts, not what is free now, so that each start on a card, and each rank,
+    chooses alike.
     """
-    if not c.tokens_per_iter and c.gradient_accumulation_steps % processes == 0:
-        return c
-    sequences = c.iter_sequences // processes
-    divisors = [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]
-    if memory:
-        fits = [n for n in divisors if sum(memory_bytes(c, sizes, n).values()) <= memory]
-    else:
-        fits = [n for n in divisors if n <= CPU_BATCH]
-    chosen = max(fits, default=1)
-    return replace(c, batch_size=chosen, gradient_accumulation_steps=c.iter_sequences // chosen)
-
-
-def fit_device(c: Config, sizes: GPTConfig, hw: Hardware) -> Config:
-    """
-    Return the config as this device runs it: with its dtype, compiled only where that works, and
-    with the micro-batch that choose_batch() chooses. Only the size of the GPU counts, not what is
-    free now, so that each start on a card, and each rank, chooses alike.
-    """
-    # torch's compiler for MPS is an early prototype
-    compiles = c.compile and hw.device.type != "mps" and not c.eval_only
-    c = replace(c, dtype=hw.dtype_name, compile=compiles)
-    is_gpu = hw.device.type == "cuda"
-    memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
-    chosen = choose_batch(c, sizes, world_size(), memory)
-    if chosen is not c:
-        limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
-        say(f"batch_size: {chosen.batch_size} of at most {c.batch_size} sequences, {limit}")
-    return chosen
+    share = c.iter_sequences // processes
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    chosen = max(n for n in divisors if n <= (c.batch_size or NANOGPT_BATCH))
+    if memory_gib and not c.batch_size:
+        memory = CHOSEN_MEMORY * memory_gib * GIB
+        try:
+            fits = [n for n in divisors if sum(memory_bytes(c, sizes, n).values()) <= memory]
+            chosen = max(fits, default=1)  # try one that does not fit: the estimate may be too high
+        except Exception as error:  # one's own model need not run on the meta device
+            warn(f"batch_size: {chosen}, because it is unknown what fits: {one_line(error)}")
+    if chosen < c.batch_size and is_main():
+        each = f" on each of {processes} processes" if processes > 1 else ""
+        problem = f"{c.batch_size} sequences do not divide the {share} of an iteration{each}"
+        warn(f"batch_size: {chosen}, because {problem}")
+    return replace(c, batch_size=chosen)

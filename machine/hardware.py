@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,6 +47,12 @@ class Hardware:
     def dtype_name(self) -> Any:
         """Return the dtype's name as the key dtype spells it, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
+
+    def adapt(self, c: Config) -> Config:
+        """Return the config as this device runs it: with its dtype, and compiled if it can be."""
+        # torch's compiler for MPS is an early prototype
+        compiles = c.compile and self.device.type != "mps" and not c.eval_only
+        return replace(c, dtype=self.dtype_name, compile=compiles)
 
     def line(self, compiled: bool) -> str:
         """Describe the device, its dtype and its peak."""
@@ -112,8 +118,8 @@ def check_device(c: Config) -> None:
     torch sees no GPU.
     """
     is_fallback = choose_device(c).type == "cpu" and c.device == "auto"
-    if is_fallback and c.iter_tokens > CPU_TOKENS and not c.eval_only:
-        tokens = f"{c.iter_tokens:,} tokens per iteration are too many for a CPU"
+    if is_fallback and c.tokens_per_iter > CPU_TOKENS and not c.eval_only:
+        tokens = f"{c.tokens_per_iter:,} tokens per iteration are too many for a CPU"
         anyway = "--device=cpu trains anyway"
         raise UserError(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
 

@@ -80,8 +80,7 @@ def plan(c: Config, options: Namespace) -> dict:
             dtype = "bfloat16" if row["bf16_tflops"] else "float16"
         peak = c.peak_tflops or row_peak(row, dtype, c.tf32) or 0.0  # 0: unknown
         peak_source = "peak_tflops" if c.peak_tflops else "gpus.csv"
-    c = replace(c, dtype=dtype)
-    c = cost.choose_batch(c, sizes, gpus, cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB)
+    c = cost.choose_batch(replace(c, dtype=dtype), sizes, gpus, memory_gib)
 
     # The likely, the shortest and the longest seconds of an iteration on one GPU. The known MFUs
     # are relative to a data sheet's peak, not to a measured one
@@ -96,7 +95,7 @@ def plan(c: Config, options: Namespace) -> dict:
         source += "" if c.compile else "; with --compile=False it is lower"
         width = min(1.0, sizes.n_embd / PUBLISHED_WIDTH)
         mfus = width**LIKELY_POWER * likely, high, width**LOWEST_POWER * low
-        work = flops * c.iter_tokens * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
+        work = flops * c.tokens_per_iter * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
         seconds = [work / (mfu * peak * 1e12) for mfu in mfus]
     # Several GPUs share the work evenly, and then average their float32 gradients: each sends and
     # receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md)
@@ -107,7 +106,7 @@ def plan(c: Config, options: Namespace) -> dict:
     # The length. An evaluation runs the forward pass alone, a third of the work
     checkpoint_gb = cost.checkpoint_bytes(c, sizes) / 1e9
     eval_tokens = c.eval_tokens + min(c.eval_tokens, TRAIN_EVAL_TOKENS)  # of val and of train
-    eval_seconds = eval_tokens * iter_seconds / c.iter_tokens / 3
+    eval_seconds = eval_tokens * iter_seconds / c.tokens_per_iter / 3
     save_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
     save_interval = c.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
 
@@ -116,7 +115,7 @@ def plan(c: Config, options: Namespace) -> dict:
         return len(evaluated_at), len({*evaluated_at[1:], *range(save_interval, it, save_interval)})
 
     def iterations_until(it: int) -> float:  # in units of the first, if the batch size changes
-        return c.tokens_between(0, it) / c.iter_tokens
+        return c.tokens_between(0, it) / c.tokens_per_iter
 
     def seconds_until(it: int) -> float:
         evaluations, saves = pauses_until(it)
@@ -131,14 +130,14 @@ def plan(c: Config, options: Namespace) -> dict:
         shortest = longest = iter_seconds  # the run ends on time, whatever its pace
     last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
     evaluations, saves = (1 + n for n in pauses_until(iters))
-    tokens, tokens_per_sec = c.tokens_between(0, iters), c.iter_tokens / iter_seconds
+    tokens, tokens_per_sec = c.tokens_between(0, iters), c.tokens_per_iter / iter_seconds
 
     # What is printed
     epochs = dataset_tokens and tokens / dataset_tokens
     of_data = f", {epochs:.2f} epochs of {short(dataset_tokens)}" if dataset_tokens else ""
     say(f"model    {params / 1e6:.2f}M parameters, vocabulary {sizes.vocab_size}")
     say(f"tokens   {tokens / max(1, iters):,.0f} per iteration x {iters:,} = {tokens:,}{of_data}")
-    figures: dict = dict(params=params, tokens_per_iter=c.iter_tokens, max_iters=iters)
+    figures: dict = dict(params=params, tokens_per_iter=c.tokens_per_iter, max_iters=iters)
     figures |= dict(total_tokens=tokens, epochs=epochs)
 
     total_flops = flops and flops * tokens
