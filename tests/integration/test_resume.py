@@ -62,7 +62,7 @@ OTHERS = dict(
     min_lr=1e-4,
     lr_decay_iters=6,
     batch_size=2,
-    gradient_accumulation_steps=4,
+    tokens_per_iter=192,
     eval_interval=3,
     log_interval=2,
     sample_tokens=3,
@@ -165,9 +165,10 @@ def test_a_command_of_another_run_gets_a_line_for_each_key_and_one_with_what_to_
     assert result.code == 1
     assert [line.split(":")[:2] for line in differ] == [
         ["error", " n_layer"],
+        ["error", " tokens_per_iter"],
         ["error", " learning_rate"],
     ]
-    words = f"--n_layer={SHORT_RUN['n_layer']} --learning_rate=0.01"
+    words = f"--n_layer={SHORT_RUN['n_layer']} --tokens_per_iter=128 --learning_rate=0.01"
     assert last == f"    give another --out_dir for a new run, or {words}"
 
 
