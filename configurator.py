@@ -276,8 +276,6 @@ def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(name, known, '--')}")
     value: Any = parse_value(text, key_type(known[name])[0])
-    if known[name].type is Location:
-        value = os.path.expanduser(value)  # because shells do not expand the ~ in --key=~/x
     return {name: check_value(value, known[name], f"--{name}")}
 
 
@@ -353,7 +351,8 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         raise UserError(
             f"{where}: {value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
         )
-    return value
+    # neither Python nor, in --key=~/x, a shell expands a ~
+    return os.path.expanduser(value) if f.type is Location else value
 
 
 # -----------------------------------------------------------------------------
