@@ -55,10 +55,12 @@ def make_or_explain(config: Config, key: str) -> None:
         shards = [*folder.glob("*_train_*.bin")]
         held = sum(path.stat().st_size for path in shards) // 2
         if held < tokens and len(shards) < TRAIN_FILES:
+            old = folder.with_name(f"{folder.name}_{len(shards)}")
             problem = f"{folder}: holds {short(held)} of the {short(tokens)} tokens that a run "
             problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
+            problem += f"first type{BELOW}{command_line('mv', folder, old)}"
             # to stdout, where rank 0 alone prints
-            say(f"warning: {problem}first type{BELOW}{command_line('rm', folder / FINEWEB_VAL)}")
+            say(f"warning: {problem}", f"runs that began with it continue with --{key}={old}")
     elif name == SHAKESPEARE_DATA and not folder.is_dir():
         get = command_line("curl", "-fo", "shakespeare.txt", SHAKESPEARE)
         words = ("python", "data/prepare_text.py", "shakespeare.txt", "--val_fraction=0.1")
