@@ -55,7 +55,7 @@ class StopSignal:
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def rank() -> int:
