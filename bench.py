@@ -26,7 +26,6 @@ Examples:
 import common.environment  # before torch  # noqa: F401  isort: skip
 import ctypes
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -136,7 +135,7 @@ def measure(config: Config, seconds: float) -> dict:
 def run_train(config: Config, seconds: float) -> Run:
     """Run train.py in a child process until its log has enough lines, then kill it."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        # outside Linux it ends by its hours, if this process is killed before it can kill the run
+        # by itself it ends only if this process is killed before it can kill the run
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")), hours=1 + seconds / 3600)
         every = max(1, MICRO_BATCHES_PER_LINE * config.batch_size // config.iter_sequences)
         values["log_interval"] = min(config.log_interval, every)
@@ -145,12 +144,12 @@ def run_train(config: Config, seconds: float) -> Run:
         file = Path(folder, "config.py")
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
-        nothing = subprocess.DEVNULL
+        # Linux then kills the run: prctl(PR_SET_PDEATHSIG, SIGKILL)
+        begin = (lambda: ctypes.CDLL(None).prctl(1, 9)) if sys.platform == "linux" else None
+        files: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         with open(Path(folder, "errors"), "wb") as errors:
             command = [sys.executable, TRAIN, str(file)]
-            files: dict = dict(stdin=nothing, stdout=nothing, stderr=errors)
-            on_linux = end_with_parent if sys.platform == "linux" else None
-            child = subprocess.Popen(command, **files, preexec_fn=on_linux)
+            child = subprocess.Popen(command, **files, stderr=errors, preexec_fn=begin)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)
@@ -163,11 +162,6 @@ def run_train(config: Config, seconds: float) -> Run:
         if not is_measured:
             raise UserError(f"train.py ended with exit code {child.returncode}; see above")
         return read_run(log)
-
-
-def end_with_parent() -> None:
-    """Let Linux kill this process when bench.py has ended, even by kill -9."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # prctl(2)'s PR_SET_PDEATHSIG
 
 
 def has_enough(log: Path, seconds: float) -> bool:

@@ -151,8 +151,7 @@ def main(argv: list[str]) -> int:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
             clock.lap("steps")
-            group = optimizer.param_groups[0]
-            log.report_step(it, loss, group["lr"], group["done"], numbers)
+            log.report_step(it, loss, optimizer.param_groups[0], numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
                 end_if_skipping(skips, c)

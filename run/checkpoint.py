@@ -272,9 +272,9 @@ class RunFolder:
             is_best = self.prune(keep) == path and state.iter_num > 0 and state.val_loss is not None
             return path.stat().st_size, is_best
         except OSError as error:
+            problem = f"{error.filename or path}: is not saved ({error.strerror})"
             hint = "once that is fixed, the same command resumes the run"
-            name = error.filename or path  # the log's disk may be another one
-            raise UserError(f"{name}: is not saved ({error.strerror}); {hint}") from None
+            raise UserError(f"{problem}; {hint}") from None
 
     def prune(self, keep: int) -> Path | None:
         """

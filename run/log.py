@@ -145,13 +145,13 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it: int, loss: float, lr: float, done: float, numbers: dict) -> None:
+    def report_step(self, it: int, loss: float, group: dict, numbers: dict) -> None:
         """
         Print the log line of iteration `it`, and write its record. time, tok/s and mfu are means
         over the iterations since the previous line: they include waits for data, but no evaluations
-        and saves. `done` is the share of the run that is over. `numbers` are train_step's other
-        numbers; those of an experiment end the line. To fit 120 columns, it leaves out the gradient
-        norm, the epoch and the hours; the record has them.
+        and saves. `group` is the optimizer's first: its rate, and how much of the run is done.
+        `numbers` are train_step's other numbers; those of an experiment end the line. To fit 120
+        columns, it leaves out the gradient norm, the epoch and the hours; the record has them.
         """
         tokens = self.config.tokens_between(0, it)  # before this iteration
         seconds, rate, mfu = self.speed(self.last, it + 1)
@@ -163,8 +163,8 @@ class Log:
         own = [f", {n.replace('_', ' ')} {x:.4g}" for n, x in numbers.items() if n != "grad_norm"]
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
-            f"tok/s {short(rate)}, lr {lr:.1e}, tokens {short(tokens)} ({done:.0%}), "
-            f"mem {mem_text}, eta {duration(self.eta(it + 1))}{''.join(own)}"
+            f"tok/s {short(rate)}, lr {group['lr']:.1e}, tokens {short(tokens)} "
+            f"({group['done']:.0%}), mem {mem_text}, eta {duration(self.eta(it + 1))}{''.join(own)}"
         )
         self.record(
             "step",
@@ -173,7 +173,7 @@ class Log:
             tokens_after=self.config.tokens_between(0, it + 1),
             epoch=tokens / self.train_tokens,
             loss=loss,
-            lr=lr,
+            lr=group["lr"],
             **numbers,
             step_ms=1000 * seconds,
             tokens_per_sec=rate,
@@ -346,9 +346,8 @@ def git_commit() -> str | None:
     """Describe the commit of this clone; None without git or outside a clone. Never fails."""
     if not (PROJECT / ".git").exists():  # git would find a repository that holds this folder
         return None
-    # git reads another user's clone only if the command names it
-    command = ["git", "-c", f"safe.directory={PROJECT}", "--no-optional-locks"]
-    command += ["describe", "--always", "--dirty"]
+    # safe.directory, because git would not read another user's clone
+    command = "git -c safe.directory=* --no-optional-locks describe --always --dirty".split()
     options: dict = dict(cwd=PROJECT, stdin=subprocess.DEVNULL, timeout=5, check=True)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, **options).stdout.strip()

@@ -67,6 +67,6 @@ def test_a_line_of_a_long_run_fits_120_columns(it, seconds, rate, tokens, gib, l
     log.speed.return_value, log.eta.return_value = (seconds, rate, 0.823), left
     log.config.tokens_between.return_value, log.train_tokens = tokens, 1e10
     log.hw.peak_memory_gib.return_value, log.clock.seconds = gib, dict(steps=0.0, compile=0.0)
-    Log.report_step(log, it, 3.1234, 8.46e-5, it / 19_073, {})
+    Log.report_step(log, it, 3.1234, dict(lr=8.46e-5, done=it / 19_073), {})
     (line,) = capsys.readouterr().out.splitlines()
     assert f"({it / 190.73:.0f}%)" in line and len(line) <= 120, line
