@@ -146,10 +146,10 @@ def run_train(config: Config, seconds: float) -> Run:
         log = Path(folder, "run", "metrics.jsonl")
         # Linux then kills the run: prctl(PR_SET_PDEATHSIG, SIGKILL)
         begin = (lambda: ctypes.CDLL(None).prctl(1, 9)) if sys.platform == "linux" else None
-        files: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         with open(Path(folder, "errors"), "wb") as errors:
             command = [sys.executable, TRAIN, str(file)]
-            child = subprocess.Popen(command, **files, stderr=errors, preexec_fn=begin)
+            files: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+            child = subprocess.Popen(command, **files, preexec_fn=begin)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)

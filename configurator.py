@@ -275,7 +275,7 @@ def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
         raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(name, known, '--')}")
-    value: Any = parse_value(text, key_type(known[name])[0])
+    value = parse_value(text, key_type(known[name])[0])
     return {name: check_value(value, known[name], f"--{name}")}
 
 

@@ -55,12 +55,11 @@ def make_or_explain(config: Config, key: str) -> None:
         shards = [*folder.glob("*_train_*.bin")]
         held = sum(path.stat().st_size for path in shards) // 2
         if held < tokens and len(shards) < TRAIN_FILES:
-            old = folder.with_name(f"{folder.name}_{len(shards)}")
-            problem = f"{folder}: holds {short(held)} of the {short(tokens)} tokens that a run "
-            problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
-            problem += f"first type{BELOW}{command_line('mv', folder, old)}"
-            # to stdout, where rank 0 alone prints
-            say(f"warning: {problem}", f"runs that began with it continue with --{key}={old}")
+            old = f"{folder}_{len(shards)}"
+            problem = f"{folder}: max_iters reads {short(tokens)} tokens, so {short(held)} repeat"
+            hint = f"for a new run with more, first type{BELOW}{command_line('mv', folder, old)}"
+            keep = f"runs that began with this one then resume with --{key}={old}"
+            say(f"warning: {problem}; {hint}", keep)  # to stdout, where rank 0 alone prints
     elif name == SHAKESPEARE_DATA and not folder.is_dir():
         get = command_line("curl", "-fo", "shakespeare.txt", SHAKESPEARE)
         words = ("python", "data/prepare_text.py", "shakespeare.txt", "--val_fraction=0.1")

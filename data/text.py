@@ -179,8 +179,7 @@ class Source:
     def __post_init__(self) -> None:
         twins: dict[str, str] = {}
         for name in self.files:
-            twin = twins.setdefault(name.removesuffix(".gz").removesuffix(".zst"), name)
-            if twin != name:
+            if (twin := twins.setdefault(re.sub(r"\.(gz|zst)$", "", name), name)) != name:
                 raise UserError(f"{twin}, {name}: the same text twice; give only one of them")
 
     def size(self) -> int:

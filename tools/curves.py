@@ -55,14 +55,12 @@ class Run:
         evals = {}  # by iteration; a run that is killed or continued may evaluate one twice
         for record in records:
             kind = record.get("kind")
-            if kind == "start":
-                self.start = record
+            if kind in ("start", "end"):
+                setattr(self, kind, record)
             elif kind == "step":
                 steps.append([record.get(key) for key in STEP.split()])
             elif kind == "eval":
                 evals[record.get("iter")] = record
-            elif kind == "end":
-                self.end = record
         pairs = (pair for record in evals.values() for pair in record.items())
         found = {k for k, v in pairs if isinstance(v, int | float)}
         self.others = sorted(found - {*EVAL.split()})
