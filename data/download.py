@@ -56,7 +56,7 @@ def make_or_explain(config: Config, key: str) -> None:
         held = sum(path.stat().st_size for path in shards) // 2
         if held < tokens and len(shards) < TRAIN_FILES:
             old = f"{folder}_{len(shards)}"
-            problem = f"{folder}: has {short(held)} tokens for the {short(tokens)} of max_iters"
+            problem = f"{folder}: {short(held)} tokens repeat, as max_iters reads {short(tokens)}"
             hint = f"for a new run with more, first type{BELOW}{command_line('mv', folder, old)}"
             keep = f"runs that began with this one then resume with --{key}={old}"
             say(f"warning: {problem}; {hint}", keep)  # to stdout, where rank 0 alone prints
