@@ -49,7 +49,7 @@ from common.console import (
     table_lines,
 )
 from common.files import write_json
-from configurator import Config, config_text, load_config, read_config
+from configurator import NANOGPT_BATCH, Config, config_text, load_config, read_config
 from data.download import vocab_where_missing
 from machine import hardware
 from machine.compile_check import eager_float32, try_code
@@ -112,16 +112,17 @@ def measure(config: Config, seconds: float) -> dict:
     run = run_train(config, seconds)
     step_ms = run.step["step_ms"][UNCOUNTED:]
     start = run.start
+    batch_size = start["config"]["batch_size"]  # as the device runs it
     machine = {name: start[name] for name in OF_THE_MACHINE}
     machine |= dict(cpu=hardware.cpu_name(), threads=torch.get_num_threads())
     machine |= dict(date=time.strftime("%Y-%m-%d"))
     return dict(
-        batch_size=start["config"]["batch_size"],
-        gradient_accumulation_steps=start["config"]["gradient_accumulation_steps"],
+        batch_size=batch_size,
+        gradient_accumulation_steps=config.iter_sequences // batch_size,
         step_ms=float(np.median(step_ms)),
-        tokens_per_iter=config.iter_tokens,
-        tokens_per_sec=1000 * config.iter_tokens / float(np.median(step_ms)),
-        tokens_per_sec_range=[1000 * config.iter_tokens / f(step_ms) for f in (max, min)],
+        tokens_per_iter=config.tokens_per_iter,
+        tokens_per_sec=1000 * config.tokens_per_iter / float(np.median(step_ms)),
+        tokens_per_sec_range=[1000 * config.tokens_per_iter / f(step_ms) for f in (max, min)],
         lines=len(step_ms),
         mfu=percentile(run.step["mfu"][UNCOUNTED:], 50),
         mem_gib=percentile(run.step["mem_gib"], 100),
@@ -137,7 +138,8 @@ def run_train(config: Config, seconds: float) -> Run:
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         # by itself it ends only if this process is killed before it can kill the run
         values = dict(OVERRIDES, out_dir=str(Path(folder, "run")), hours=1 + seconds / 3600)
-        every = max(1, MICRO_BATCHES_PER_LINE * config.batch_size // config.iter_sequences)
+        size = config.batch_size or NANOGPT_BATCH
+        every = max(1, MICRO_BATCHES_PER_LINE * size // config.iter_sequences)
         values["log_interval"] = min(config.log_interval, every)
         if vocab := vocab_where_missing(config):
             values["dataset"] = write_random_tokens(Path(folder, "random"), vocab, config.seed)

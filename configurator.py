@@ -37,6 +37,7 @@ from common.files import read_text
 from common.process import world_size
 
 SAVE_EVERY = 600  # seconds between saves if checkpoint_interval is 0
+NANOGPT_BATCH = 12  # nanoGPT's batch_size, where none is set and it is not known how many fit
 TRAIN_EVAL_TOKENS = 2**20  # the most that an evaluation reads of the training split
 NOT_WEIGHTS = ("scratch", "resume")  # what init_from may be, besides weights
 # What a key of each type needs, in words and as a test
@@ -77,6 +78,8 @@ class RunKeys:
     tie_weights: bool = True  # share token embedding and output head; model=fast sets False
     pad_vocab_multiple: Positive = 128  # round the vocabulary size up to a multiple; 1: off
     optimizer: Optimizer = "adamw"  # AdamW, or Muon for hidden matrices
+    # Batch
+    tokens_per_iter: int = 0  # 0: gradient_accumulation_steps (40) x batch_size (12) x block_size
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class TrainingKeys:
 @dataclass(frozen=True)
 class LaunchKeys:
     """
-    How far, where and on what. A resumed run takes another value. But it keeps its tokens per
-    iteration and its dataset's tokens, and an unfinished run gets no less than it has done.
+    How far, where and on what. A resumed run takes another value. But it keeps the tokens of its
+    dataset, and an unfinished run gets no less than it has done.
     """
 
     # Length
@@ -117,9 +120,7 @@ class LaunchKeys:
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     # Data
     dataset: Location = "openwebtext"  # a folder in data/, or a path
-    batch_size: Positive = 12  # sequences in a micro-batch; with tokens_per_iter at most this many
-    gradient_accumulation_steps: Positive = 40  # over all GPUs; if set, tokens_per_iter is off
-    tokens_per_iter: int = 0  # tokens per iteration; sets gradient_accumulation_steps; 0: off
+    batch_size: int = 0  # sequences in a micro-batch; 0: as many as fit a GPU, without CUDA 12
     # I/O
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     eval_interval: Positive = 2000  # iterations between evaluations
@@ -157,21 +158,14 @@ class Config(LaunchKeys, TrainingKeys, RunKeys):  # the last base has the first 
     @property
     def iter_sequences(self) -> int:
         """Return the sequences per iteration, across all ranks."""
-        if self.tokens_per_iter:  # batch_size is a maximum until fit_device() has chosen
-            return self.tokens_per_iter // self.block_size
-        return self.batch_size * self.gradient_accumulation_steps
-
-    @property
-    def iter_tokens(self) -> int:
-        """Return the tokens per iteration, across all ranks."""
-        return self.iter_sequences * self.block_size
+        return self.tokens_per_iter // self.block_size
 
     def tokens_between(self, first: int, last: int) -> int:
         """
         Return the tokens of iterations `first` to last - 1, from which the batch of each iteration
         and all totals follow. Change the batch size during a run here.
         """
-        return (last - first) * self.iter_tokens
+        return (last - first) * self.tokens_per_iter
 
 
 @dataclass
@@ -183,6 +177,7 @@ class NanoGPTKeys:
     wandb_log: bool = False  # tracker=wandb; False: tracker=none
     wandb_run_name: str = "gpt2"  # ignored: in wandb a run has the name of its out_dir
     decay_lr: bool = True  # lr_schedule=cosine; False: a constant rate without warmup
+    gradient_accumulation_steps: Positive = 40  # tokens_per_iter of so many micro-batches
     eval_iters: Positive = 200  # eval_tokens of so many micro-batches
 
 
@@ -193,6 +188,9 @@ def find_keys(keys: type) -> dict[str, Field]:
 
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
+# What nanoGPT counts in micro-batches, and ours in tokens
+OTHER_NAME = dict(gradient_accumulation_steps="tokens_per_iter", eval_iters="eval_tokens")
+OTHER_NAME |= {ours: theirs for theirs, ours in OTHER_NAME.items()}
 
 HELP_COLUMN = 44  # column at which --help explains a flag
 
@@ -235,30 +233,41 @@ def read_config(argv: list[str], keys: type = Config, kept: dict[str, Any] | Non
         except UserError as error:
             problems += error.args
     raise_if_any(problems)
-    values = last_wins(values, from_nanogpt(typed))
+    given, values = values.get("tokens_per_iter"), last_wins(values, from_nanogpt(typed))
+    # Multiply only now, because nanoGPT counts micro-batches of the size that holds in the end
+    now = kept | values
+    block_size = now.get("block_size", Config.block_size)
+    micro_batch = (now.get("batch_size") or NANOGPT_BATCH) * block_size
+    steps, tokens = (values.pop(n, 0) for n in ("gradient_accumulation_steps", "tokens_per_iter"))
+    if steps and not tokens:
+        tokens = steps * micro_batch
+        if given and given != tokens:  # flags cannot mean other tokens than the files
+            raise UserError(
+                f"gradient_accumulation_steps: with {steps}, an iteration has {tokens:,} tokens, "
+                f"but the config has tokens_per_iter = {given}; instead give --batch_size="
+                f"{max(1, given // (steps * block_size))}, or --tokens_per_iter={tokens}"
+            )
+    if tokens:
+        values["tokens_per_iter"] = tokens
     set_keys = frozenset(values)  # without an eval_tokens from eval_iters, which a resume keeps
     values = kept | values
     if iters := values.pop("eval_iters", 0):
-        batch = [values.get(name, FIELDS[name].default) for name in ("batch_size", "block_size")]
-        values.setdefault("eval_tokens", iters * math.prod(batch))
+        values.setdefault("eval_tokens", iters * micro_batch)
     return keys(**values, set_keys=set_keys)
 
 
 def last_wins(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Return the values before, replaced by those found in a later file or in the flags."""
-    if "gradient_accumulation_steps" in found and not found.get("tokens_per_iter"):
-        found = found | dict(tokens_per_iter=0)  # an exact batch replaces tokens_per_iter
-    if "eval_iters" in found:
-        before = {name: value for name, value in before.items() if name != "eval_tokens"}
-    return before | found
+    replaced = [OTHER_NAME.get(name) for name in found]
+    return {name: value for name, value in before.items() if name not in replaced} | found
 
 
 def from_nanogpt(found: dict[str, Any]) -> dict[str, Any]:
     """
-    Translate nanoGPT's key names into ours, but for eval_iters, which needs the batch. `found`
-    holds what a file or the flags set. If it sets both names, ours wins.
+    Translate nanoGPT's key names into ours, but for those that need the micro-batch. `found` holds
+    what a file or the flags set. If it sets both names, ours wins.
     """
-    keys = {n: v for n, v in found.items() if n not in NANOGPT_FIELDS or n == "eval_iters"}
+    keys = {n: v for n, v in found.items() if n not in NANOGPT_FIELDS or n in OTHER_NAME}
     if "wandb_log" in found:
         keys.setdefault("tracker", "wandb" if found["wandb_log"] else "none")
     if "decay_lr" in found:
@@ -366,40 +375,21 @@ def resolve(c: Config) -> Config:
     # Keep an unset min_lr below the peak, so that the learning rate does not rise towards it.
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
+    if not c.tokens_per_iter:
+        steps, size = NanoGPTKeys.gradient_accumulation_steps, c.batch_size or NANOGPT_BATCH
+        c = replace(c, tokens_per_iter=steps * size * c.block_size)
     return c
 
 
-def problems_of(c: Config, processes: int, before: Config | None = None) -> list[str]:
-    """
-    Return the problems: values that cannot be combined. `before` is the configuration of a run to
-    resume.
-    """
-    return model_problems(c) + batch_problems(c, processes, before)
-
-
-def batch_problems(c: Config, processes: int, before: Config | None) -> list[str]:
-    """
-    Return the problem if a resume asks for other tokens per iteration than its run has, or if the
-    processes cannot share them equally.
-    """
-    tokens, unit = c.tokens_per_iter or c.iter_tokens, c.block_size * processes
-    if before and tokens != before.iter_tokens and not c.eval_only:
-        key = "tokens_per_iter" if c.tokens_per_iter else "batch_size"
-        problem = f"this run has {before.iter_tokens} tokens per iteration, you asked for {tokens}"
-        hint = f"let batch_size x gradient_accumulation_steps be {before.iter_sequences}"
-        return [f"{key}: {problem}; {hint}, or give another --out_dir"]
-    if tokens % unit:
-        among = f"among {processes} processes (WORLD_SIZE) with block_size {c.block_size}"
-        problem = f"{tokens} cannot be shared equally {among}"
-        nearest = max(1, round(tokens / unit)) * unit
-        hint = "use another number of processes" if before else f"use {nearest}"
-        return [f"tokens_per_iter: {problem}; {hint}"]
-    return []
-
-
-def model_problems(c: Config) -> list[str]:
-    """Return the problems in the model's keys: values that cannot be combined."""
+def problems_of(c: Config, processes: int) -> list[str]:
+    """Return the problems: values that cannot be combined."""
     problems = []
+    unit = c.block_size * processes
+    if c.tokens_per_iter % unit:
+        among = f"among {processes} processes (WORLD_SIZE) with block_size {c.block_size}"
+        problem = f"tokens_per_iter: {c.tokens_per_iter} cannot be shared equally {among}"
+        nearest = max(1, round(c.tokens_per_iter / unit)) * unit
+        problems.append(f"{problem}; use {nearest}, or another number of processes")
     head_size, rest = divmod(c.n_embd, c.n_head)
     if rest:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")

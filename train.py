@@ -2,12 +2,12 @@
 Train a GPT: `python train.py config/gpt124m_4070.py --batch_size=4`
 
 This file is the run. main() opens what a run needs, and then loops: evaluate and save once in a
-while, train_step(), log. train_step() runs gradient_accumulation_steps micro-batches forward and
-backward and then updates the weights. To change when a run ends, evaluates or saves, or the
-learning rate, edit why_over(), evaluation_due(), save_due() or get_lr(). How a run starts is in
-run/start.py, GPT-2 in model.py, the fast model in model_fast.py, AdamW and Muon in optimizer.py,
-every key in configurator.py, the tokens in data/, what surrounds a run in run/, and the device, the
-processes and Ctrl-C in machine/.
+while, train_step(), log. train_step() runs an iteration's micro-batches forward and backward and
+then updates the weights. To change when a run ends, evaluates or saves, or the learning rate, edit
+why_over(), evaluation_due(), save_due() or get_lr(). How a run starts is in run/start.py, GPT-2 in
+model.py, the fast model in model_fast.py, AdamW and Muon in optimizer.py, every key in
+configurator.py, the tokens in data/, what surrounds a run in run/, and the device, the processes
+and Ctrl-C in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -34,7 +34,7 @@ from data.loader import Batch, Batches, eval_batches
 from data.shards import Dataset
 from machine import hardware, ranks
 from machine.compile_check import compile_checked, freeze_garbage
-from machine.cost import describe, fit_device
+from machine.cost import choose_batch, describe
 from machine.hardware import Hardware
 from model import GPTConfig, count_targets
 from model_fast import build_model, config_to_dict, model_config
@@ -48,8 +48,7 @@ MAX_SKIPS = 20  # skips in a row that end a run, checked when logging; float16 m
 MAX_LOSS = 100.0  # val loss in nats that forbids a save; random guesses among 65,536 ids give 11
 SHORTEST_RUN = 20.0  # seconds; shorter runs get no loss.png
 MEMORY_HINT = (
-    "give half the batch_size that the line `tokens per iteration` shows and, unless the config "
-    "sets tokens_per_iter, twice the gradient_accumulation_steps; or use a smaller block_size"
+    "give half the batch_size that the line `tokens per iteration` shows, or a smaller block_size"
 )
 
 
@@ -70,7 +69,8 @@ def main(argv: list[str]) -> int:
     check_data(c, data, state)
     hw = hardware.set_up(c)
     sizes = model_config(c, data.vocab, state.model_config)
-    asked, c = c, fit_device(c, sizes, hw)  # a start on another device fits what was asked anew
+    # What was asked is stored, and each start fits it to its own device
+    asked, c = c, choose_batch(hw.adapt(c), sizes, world_size(), hw.memory_gib())
     ranks.join(config=c, checkpoint=(it, val_loss), dataset=data.fingerprint, device=hw.name)
 
     # What learns, and from what
@@ -334,9 +334,7 @@ def estimate_loss(model, data: Dataset, c: Config, hw: Hardware) -> dict[str, fl
     The windows do not depend on the micro-batch size or the number of ranks. Every rank must call
     this, and gets all losses. Raises OSError and UserError.
     """
-    hw.seed(
-        c.seed, rank()
-    )  # so a model that draws, such as masked diffusion, always draws the same
+    hw.seed(c.seed, rank())  # so masked diffusion, which draws in forward(), always draws the same
     tokens = min(c.eval_tokens, len(data.val))
     losses: dict[str, float] = {}
     model.eval()

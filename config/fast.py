@@ -16,8 +16,7 @@ n_head = 6  # heads of 128
 n_embd = 768
 bias = True  # biases in all layers, and gains in the norms
 block_size = 1024
-batch_size = 32  # at most: a GPU takes what fits
-tokens_per_iter = 524288  # sets gradient_accumulation_steps, whatever the batch_size
+tokens_per_iter = 524288  # in micro-batches of as many sequences as fit; batch_size would set them
 
 # The rest of the recipe, such as the rates of embeddings, head and vectors, is in optimizer.py.
 optimizer = "muon"  # for the layers' matrices; AdamW trains everything else

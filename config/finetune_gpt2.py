@@ -7,8 +7,7 @@ out_dir = "out/finetune_gpt2"
 init_from = "gpt2"  # or gpt2-medium, gpt2-large, gpt2-xl; the same command resumes the run
 dataset = "my_gpt2"  # prepared with --tokenizer=gpt2
 
-batch_size = 4
-tokens_per_iter = 8192  # sets gradient_accumulation_steps, whatever the batch_size
+tokens_per_iter = 8192  # in micro-batches of as many sequences as fit
 dropout = 0.1  # the text is read several times
 
 learning_rate = 3e-5  # far below the 6e-4 of training from scratch: the weights are already good

@@ -11,7 +11,9 @@ dataset = "fineweb_edu"
 
 batch_size = 8  # estimated: 5.8 GiB; nobody has measured that 16, with 8.3 GiB, is faster
 block_size = 1024
-gradient_accumulation_steps = 64  # 64 x 8 x 1024 = 524,288 tokens per iteration, as in GPT-3
+gradient_accumulation_steps = 64
+# 524,288, as in GPT-3. With a flag such as --batch_size=16 it stays the same, in 32 micro-batches
+tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 
 # GPT-2's smallest size. The width, heads of 64 and a vocabulary padded to 50,304 suit tensor cores.
 n_layer = 12

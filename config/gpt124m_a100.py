@@ -7,7 +7,9 @@ out_dir = "out/gpt124m"
 dataset = "fineweb_edu"
 
 batch_size = 32  # estimated: 13.2 GiB
-gradient_accumulation_steps = 16  # 16 x 32 x 1024 = 524,288 tokens per iteration, as in GPT-3
+block_size = 1024
+gradient_accumulation_steps = 16
+tokens_per_iter = gradient_accumulation_steps * batch_size * block_size  # 524,288, as in GPT-3
 
 learning_rate = 6e-4  # GPT-3's rate for 125M parameters
 warmup_iters = 715

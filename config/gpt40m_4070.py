@@ -8,7 +8,8 @@ dataset = "fineweb_edu"
 
 batch_size = 16  # estimated: 4.4 GiB
 block_size = 1024
-gradient_accumulation_steps = 32  # 32 x 16 x 1024 = 524,288 tokens per iteration, as in gpt124m
+gradient_accumulation_steps = 32
+tokens_per_iter = gradient_accumulation_steps * batch_size * block_size  # 524,288, as in gpt124m
 
 n_layer = 12
 n_head = 6  # heads of 64

@@ -25,8 +25,8 @@ bias = True
 # reduces overfitting over many epochs
 dropout = 0.2 if _tokens < 500_000 else 0.1 if _tokens < 850_000 else 0.0
 block_size = 256  # a few lines of text as bytes; with a BPE three to four times as much
-batch_size = 8  # 2,048 tokens per iteration
-gradient_accumulation_steps = 1
+batch_size = 8
+tokens_per_iter = 2048
 
 optimizer = "muon"  # optimizer.py has the rest of the recipe's rates and decays
 learning_rate = 0.029
@@ -36,7 +36,7 @@ beta1 = 0.8
 grad_clip = 0.0
 
 # ten epochs of a small text; for a larger text, as many tokens as fit into a few minutes
-max_iters = 1 + min(5_000_000 if _is_bytes else 3_150_000, 10 * _tokens) // 2048
+max_iters = 1 + min(5_000_000 if _is_bytes else 3_150_000, 10 * _tokens) // tokens_per_iter
 warmup_iters = 0
 lr_schedule = "wsd"
 decay_fraction = 0.7

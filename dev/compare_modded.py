@@ -160,7 +160,7 @@ def batches_of(it: int, c: Config, device: torch.device) -> list[Batch]:
     never occur, and each is likely to be followed by its successor, so that there is much to learn.
     """
     generator = torch.Generator().manual_seed(it)
-    shape = (c.batch_size * c.gradient_accumulation_steps, c.block_size + 1)
+    shape = (c.iter_sequences, c.block_size + 1)
     tokens = (torch.rand(shape, generator=generator) ** 4 * VOCAB).long()
     follows = torch.rand(shape, generator=generator) < 0.8
     for t in range(1, c.block_size + 1):

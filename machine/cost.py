@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from common.console import say, short, warn
-from common.process import world_size
-from configurator import Config
+from common.console import one_line, short, warn
+from common.process import is_main
+from configurator import NANOGPT_BATCH, Config
 from machine.gpus import GIB
-from machine.hardware import WINDOWS_DRIVER, Hardware
+from machine.hardware import WINDOWS_DRIVER
 from model import GPT, MOST_CHUNKS, GPTConfig, chunk_size
 from model_fast import FastConfig, FastGPT, build_model, config_to_dict
 from optimizer import build_optimizer
@@ -32,7 +32,6 @@ USABLE_MEMORY = 0.9
 # that is opened later must not end the run. On 12 GB, the fast recipe leaves 5 GiB with 8 sequences
 # and 2.3 GiB with 16, and nobody has measured that 16 is faster there.
 CHOSEN_MEMORY = 0.75
-CPU_BATCH = 8  # the largest micro-batch that a run without CUDA chooses
 
 
 # -----------------------------------------------------------------------------
@@ -40,25 +39,25 @@ CPU_BATCH = 8  # the largest micro-batch that a run without CUDA chooses
 
 
 @functools.cache
-def meta_model(config: GPTConfig) -> GPT | FastGPT:
+def meta_model(sizes: GPTConfig) -> GPT | FastGPT:
     """Build the model on the meta device: only names and shapes. It is cached; do not change it."""
     with torch.device("meta"):
-        return build_model(config)
+        return build_model(sizes)
 
 
 @functools.cache
-def count_parameters(config: GPTConfig) -> int:
-    return sum(p.numel() for p in meta_model(config).parameters())
+def count_parameters(sizes: GPTConfig) -> int:
+    return sum(p.numel() for p in meta_model(sizes).parameters())
 
 
 @functools.cache
-def count_trained(config: GPTConfig) -> int:
+def count_trained(sizes: GPTConfig) -> int:
     """Count the parameters that are not frozen. Only these have gradients and optimizer state."""
-    return sum(p.numel() for p in meta_model(config).parameters() if p.requires_grad)
+    return sum(p.numel() for p in meta_model(sizes).parameters() if p.requires_grad)
 
 
 @functools.cache
-def count_flops(config: GPTConfig) -> float | None:
+def count_flops(sizes: GPTConfig) -> float | None:
     """
     Return the FLOPs of training on one token, by running one sequence forward and backward without
     data or memory; None if the model does not run on fake tensors. torch counts all matmuls, and
@@ -73,13 +72,13 @@ def count_flops(config: GPTConfig) -> float | None:
     try:
         # fake tensors need no memory; torch cannot count FLOPs of the CPU's fused attention
         with FakeTensorMode():
-            model = build_model(replace(config, loss_chunk="off"))
-            idx = torch.zeros(1, config.block_size, dtype=torch.long)
+            model = build_model(replace(sizes, loss_chunk="off"))
+            idx = torch.zeros(1, sizes.block_size, dtype=torch.long)
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 torch.autograd.backward(model(idx, idx))
     except Exception:  # a modified model can raise anything
         return None
-    return counter.get_total_flops() / config.block_size
+    return counter.get_total_flops() / sizes.block_size
 
 
 def describe(model, vocab: int) -> str:
@@ -102,22 +101,22 @@ def describe(model, vocab: int) -> str:
 # Memory
 
 
-def memory_bytes(config: Config, model: GPTConfig, batch_size: int) -> dict[str, float]:
+def memory_bytes(c: Config, sizes: GPTConfig, batch_size: int) -> dict[str, float]:
     """
     Return the bytes of GPU memory that training takes at its peak, by part. The config's dtype must
     not be auto. The estimate counts the tensors that autograd keeps.
     tests/test_gpus.py checks it on a CPU, and against torch's allocator on simulated GPUs
     (docs/internals/memory_model.md).
     """
-    is_fast, compiled, dtype = isinstance(model, FastConfig), config.compile, config.dtype
-    tokens = batch_size * model.block_size
+    is_fast, compiled, dtype = isinstance(sizes, FastConfig), c.compile, c.dtype
+    tokens = batch_size * sizes.block_size
     value = 4 if dtype == "float32" else 2  # bytes of a value in a matmul
     # Bytes of a value in the residual stream that a norm keeps. CUDA's autocast converts the input
     # of GPT-2's eager norms to float32.
     stream = 2 if dtype == "bfloat16" and (compiled or is_fast) else 4
 
     # Autocast copies the matrices of matmuls, so no embedding is copied unless tied to the head.
-    others = [m for m in meta_model(model).modules() if not isinstance(m, nn.Embedding)]
+    others = [m for m in meta_model(sizes).modules() if not isinstance(m, nn.Embedding)]
     in_matmuls = sum(p.numel() for m in others for p in m.parameters(recurse=False))
     copies = 0 if dtype == "float32" else 2 * in_matmuls
 
@@ -127,35 +126,35 @@ def memory_bytes(config: Config, model: GPTConfig, batch_size: int) -> dict[str,
     if is_fast:
         values += 2  # q and k after norm and rotation
     channel = values * value + 2 * stream  # each of the two norms keeps the residual stream
-    if model.dropout and not compiled:
+    if sizes.dropout and not compiled:
         channel += 2  # two masks of one byte; compiled code keeps none and draws them again
     # add two float32 values for each norm, and one for each head
-    block = channel * model.n_embd + 16 + 4 * model.n_head
-    if not model.flash:
-        block += (4 if dtype == "float32" else 6) * model.n_head * model.block_size
+    block = channel * sizes.n_embd + 16 + 4 * sizes.n_head
+    if not sizes.flash:
+        block += (4 if dtype == "float32" else 6) * sizes.n_head * sizes.block_size
     # The last norm keeps the residual stream, and the head its input.
-    last = (stream + value) * model.n_embd
+    last = (stream + value) * sizes.n_embd
 
     # The loss of one chunk of tokens: its logits, what is computed from them, and the gradients of
     # logits and head
-    chunk = chunk_size(model.loss_chunk, tokens, compiled)
+    chunk = chunk_size(sizes.loss_chunk, tokens, compiled)
     chunks = -(-tokens // chunk)
-    logits = chunk * model.vocab_size
-    head = model.n_embd * model.vocab_size
+    logits = chunk * sizes.vocab_size
+    head = sizes.n_embd * sizes.vocab_size
     if not compiled:
         per_logit = 28 if is_fast else 12  # the fast model caps them, in float32
         loss = per_logit * logits + (4 * head if chunks > 1 else 0)
     elif chunks == 1:
         loss = value * (logits + head)  # each logit is overwritten with its gradient
     else:  # the head's gradient of every chunk is kept until all are added
-        most = 2 * logits if chunks <= MOST_CHUNKS else tokens * model.vocab_size
+        most = 2 * logits if chunks <= MOST_CHUNKS else tokens * sizes.vocab_size
         loss = value * (most + chunks * head)
 
     allocated = dict(
-        weights=4 * count_parameters(model) + copies,
-        gradients=4 * count_trained(model),
-        optimizer=optimizer_bytes(model, config),
-        activations=tokens * (model.n_layer * block + last),
+        weights=4 * count_parameters(sizes) + copies,
+        gradients=4 * count_trained(sizes),
+        optimizer=optimizer_bytes(c, sizes),
+        activations=tokens * (sizes.n_layer * block + last),
         logits=loss,
     )
     reserved = FRAGMENTATION * sum(allocated.values())
@@ -165,62 +164,50 @@ def memory_bytes(config: Config, model: GPTConfig, batch_size: int) -> dict[str,
 
 
 @functools.cache
-def optimizer_bytes(model: GPTConfig, config: Config) -> int:
+def optimizer_bytes(c: Config, sizes: GPTConfig) -> int:
     """Return the bytes of the optimizer's state, found by one update on the meta device."""
-    copied = copy.deepcopy(meta_model(model))
-    optimizer = build_optimizer(copied, config, torch.float32)
+    copied = copy.deepcopy(meta_model(sizes))
+    optimizer = build_optimizer(copied, c, torch.float32)
     for p in copied.parameters():
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:
         optimizer.step()
     except Exception as error:  # some optimizers read values, which meta tensors do not have
-        warn(f"optimizer={config.optimizer}: its memory is unknown, so Adam's is assumed: {error}")
-        return 8 * count_trained(model)
+        warn(f"optimizer={c.optimizer}: its memory is unknown, so Adam's is assumed: {error}")
+        return 8 * count_trained(sizes)
     state = tree_leaves([*optimizer.state.values()])  # tree_leaves also finds tensors in lists
     return sum(t.nbytes for t in state if isinstance(t, Tensor) and t.dim())  # skip step counters
 
 
-def checkpoint_bytes(config: Config, model: GPTConfig) -> int:
+def checkpoint_bytes(c: Config, sizes: GPTConfig) -> int:
     """Return the bytes of a checkpoint: the weights and the optimizer's state."""
-    return 4 * count_parameters(model) + optimizer_bytes(model, config)
+    return 4 * count_parameters(sizes) + optimizer_bytes(c, sizes)
 
 
 # -----------------------------------------------------------------------------
 # The micro-batch that fits
 
 
-def choose_batch(c: Config, model: GPTConfig, processes: int, memory: float) -> Config:
+def choose_batch(c: Config, sizes: GPTConfig, processes: int, memory_gib: float | None) -> Config:
     """
-    Return the config with the largest micro-batch, up to batch_size, with which a run takes at most
-    `memory` bytes of each GPU; without a GPU (0 bytes) with the largest up to CPU_BATCH. It has
-    one sequence even if that does not fit, because the estimate may be too high. Without
-    tokens_per_iter, batch_size is exact if the processes can share that many micro-batches.
+    Return the config with the batch_size that a run takes: what is asked for or, if that is 0, as
+    many sequences as fit into CHOSEN_MEMORY of a GPU with `memory_gib`, and without one 12, as in
+    nanoGPT. It must divide each process's sequences, so the largest below it that does is taken.
+    Only the GPU's size counts, not what is free now, so that each start on a card, and each rank,
+    chooses alike.
     """
-    if not c.tokens_per_iter and c.gradient_accumulation_steps % processes == 0:
-        return c
-    sequences = c.iter_sequences // processes
-    sizes = [n for n in range(1, min(c.batch_size, sequences) + 1) if sequences % n == 0]
-    if memory:
-        fits = [n for n in sizes if sum(memory_bytes(c, model, n).values()) <= memory]
-    else:
-        fits = [n for n in sizes if n <= CPU_BATCH]
-    chosen = max(fits, default=1)
-    return replace(c, batch_size=chosen, gradient_accumulation_steps=c.iter_sequences // chosen)
-
-
-def fit_device(c: Config, model: GPTConfig, hw: Hardware) -> Config:
-    """
-    Return the config as this device runs it: with its dtype, compiled only where that works, and
-    with the micro-batch that choose_batch() chooses. Only the size of the GPU counts, not what is
-    free now, so that each start on a card, and each rank, chooses alike.
-    """
-    # torch's compiler for MPS is an early prototype
-    compiles = c.compile and hw.device.type != "mps" and not c.eval_only
-    c = replace(c, dtype=hw.dtype_name, compile=compiles)
-    is_gpu = hw.device.type == "cuda"
-    memory = CHOSEN_MEMORY * torch.cuda.mem_get_info(hw.device)[1] if is_gpu else 0.0
-    chosen = choose_batch(c, model, world_size(), memory)
-    if chosen is not c:
-        limit = f"to fit {memory / GIB:.1f} GiB" if is_gpu else "without CUDA"
-        say(f"batch_size: {chosen.batch_size} of at most {c.batch_size} sequences, {limit}")
-    return chosen
+    share = c.iter_sequences // processes
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    chosen = max(n for n in divisors if n <= (c.batch_size or NANOGPT_BATCH))
+    if memory_gib and not c.batch_size:
+        memory = CHOSEN_MEMORY * memory_gib * GIB
+        try:
+            fits = [n for n in divisors if sum(memory_bytes(c, sizes, n).values()) <= memory]
+            chosen = max(fits, default=1)  # try one that does not fit: the estimate may be too high
+        except Exception as error:  # one's own model need not run on the meta device
+            warn(f"batch_size: {chosen}, because it is unknown what fits: {one_line(error)}")
+    if chosen < c.batch_size and is_main():
+        each = f" on each of {processes} processes" if processes > 1 else ""
+        problem = f"{c.batch_size} sequences do not divide the {share} of an iteration{each}"
+        warn(f"batch_size: {chosen}, because {problem}")
+    return replace(c, batch_size=chosen)

@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,6 +47,12 @@ class Hardware:
     def dtype_name(self) -> Any:
         """Return the dtype's name as the key dtype spells it, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
+
+    def adapt(self, c: Config) -> Config:
+        """Return the config as this device runs it: with its dtype, and compiled if it can be."""
+        # torch's compiler for MPS is an early prototype
+        compiles = c.compile and self.device.type != "mps" and not c.eval_only
+        return replace(c, dtype=self.dtype_name, compile=compiles)
 
     def line(self, compiled: bool) -> str:
         """Describe the device, its dtype and its peak."""
@@ -106,14 +112,14 @@ class Hardware:
 # Checking, before a run
 
 
-def check_device(config: Config) -> None:
+def check_device(c: Config) -> None:
     """
     Raise UserError if there is no such device, or if a run for a GPU would train on the CPU because
     torch sees no GPU.
     """
-    is_fallback = choose_device(config).type == "cpu" and config.device == "auto"
-    if is_fallback and config.iter_tokens > CPU_TOKENS and not config.eval_only:
-        tokens = f"{config.iter_tokens:,} tokens per iteration are too many for a CPU"
+    is_fallback = choose_device(c).type == "cpu" and c.device == "auto"
+    if is_fallback and c.tokens_per_iter > CPU_TOKENS and not c.eval_only:
+        tokens = f"{c.tokens_per_iter:,} tokens per iteration are too many for a CPU"
         anyway = "--device=cpu trains anyway"
         raise UserError(f"device: torch sees no GPU, and {tokens} ({anyway}); {cuda_hint()}")
 
@@ -129,12 +135,12 @@ def cuda_hint() -> str:
 # Choosing and setting up
 
 
-def choose_device(config: Config) -> torch.device:
+def choose_device(c: Config) -> torch.device:
     """
     Choose this rank's device. Unless the `device` key names a GPU, local rank N takes GPU N. Raises
     UserError if there is no such device.
     """
-    wanted = config.device
+    wanted = c.device
     if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]{1,2})?", wanted):
         raise UserError(f"device: {wanted!r} is not one of auto, cuda, cuda:N, mps, cpu")
     version, anyway = f"torch {torch.__version__}", "--device=cpu trains without one"
@@ -172,15 +178,15 @@ def best_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def set_up(config: Config) -> Hardware:
+def set_up(c: Config) -> Hardware:
     """Choose the device and dtype, set torch's options for them, and find the peak."""
-    device = choose_device(config)
+    device = choose_device(c)
     best = best_dtype(device)
-    dtype = best if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = best if c.dtype == "auto" else getattr(torch, c.dtype)
     if device.type == "cuda" and dtype == torch.bfloat16 != best:
         slow = "this GPU only emulates bfloat16; --dtype=float16 is faster"
         warn(f"dtype: {slow} (with --init_from=resume, if the run has begun)")
-    hw = Hardware(device, dtype, cpu_name(), config.peak_tflops, "peak_tflops")
+    hw = Hardware(device, dtype, cpu_name(), c.peak_tflops, "peak_tflops")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if WINDOWS_DRIVER:
@@ -190,15 +196,15 @@ def set_up(config: Config) -> Hardware:
             torch.cuda.set_per_process_memory_fraction(min(free / total, 1.0), device)
         hw.name = torch.cuda.get_device_name(device)
         hw.row = find_row(hw.name, torch.cuda.get_device_properties(device).multi_processor_count)
-        peak = hw.row and row_peak(hw.row, hw.dtype_name, config.tf32)
+        peak = hw.row and row_peak(hw.row, hw.dtype_name, c.tf32)
         if peak and not hw.peak_tflops:
             hw.peak_tflops, hw.peak_source = peak, "gpus.csv"
     if device.type == "cpu":
         keep_freed_memory()
     # TF32 has float32's range but only 10 bits of mantissa. Without TF32, float32 matmuls do not
     # use the tensor cores.
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    if config.deterministic:
+    torch.set_float32_matmul_precision("high" if c.tf32 else "highest")
+    if c.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this
         # Without this variable, torch.compile times matmuls to decide whether to pad them, and the
         # outcome may differ at the next start. torch reads the variable on importing its compiler.

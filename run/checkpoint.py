@@ -78,7 +78,7 @@ class State:
 # One file
 
 
-FORMAT = 6  # raise this when older checkpoints cannot be resumed any more; they are then refused
+FORMAT = 7  # raise this when older checkpoints cannot be resumed any more; they are then refused
 
 
 def write(state: State, path: Path) -> None:

@@ -99,13 +99,13 @@ class Log:
             self.tracker = self.attempt(c.tracker, Tracker, c, it)
         commit = git_commit() if is_main() else None
         program = "nightshift" + (f" {commit}" if commit else "")
-        sizes = f"{c.gradient_accumulation_steps} x {c.batch_size} x {c.block_size}"
+        sizes = f"{c.iter_sequences // c.batch_size} x {c.batch_size} x {c.block_size}"
         sizes += " (micro-batches x sequences x tokens)"
         say(
             f"command: {launch_command()}",
             f"start: {date()}, {program}, torch {torch.__version__}",
             *about,
-            f"tokens per iteration will be: {c.iter_tokens:,} = {sizes}",
+            f"tokens per iteration will be: {c.tokens_per_iter:,} = {sizes}",
             f"run: {self.length()}, in {c.out_dir}",
         )
         if world_size() > 1:
@@ -116,7 +116,7 @@ class Log:
             config=config_values(c),
             parameters=sum(p.numel() for p in self.model.parameters()),
             flops_per_token=self.flops_per_token,
-            tokens_per_iter=c.iter_tokens,
+            tokens_per_iter=c.tokens_per_iter,
             world_size=world_size(),
             torch=torch.__version__,
             commit=commit,

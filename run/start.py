@@ -49,7 +49,7 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder, list[str]]:
         before = config_from(state.config)
         c = config_of_run(argv, new, before)
         about = run_lines(resolve(new), c, before, state)
-        problems = length_problems(c, before, state) + problems_of(c, world_size(), before)
+        problems = length_problems(c, before, state) + problems_of(c, world_size())
     else:
         c, state = config_of_weights(new)
         c, about = resolve(c), [f"weights: {state.source}"] if state.source else []

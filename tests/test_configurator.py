@@ -104,36 +104,58 @@ def test_converts_flag_values_to_the_types_of_their_keys(flag, name, value):
     assert found == value and type(found) is type(value)
 
 
+STEPS = "--gradient_accumulation_steps"
+FILES = dict(
+    ours="batch_size = 4\nblock_size = 64\ntokens_per_iter = 4096\n",
+    nanogpts="batch_size = 8\nblock_size = 64\ngradient_accumulation_steps = 5\n",
+)
+FILES["both"] = FILES["nanogpts"] + "tokens_per_iter = 8 * 64 * gradient_accumulation_steps\n"
+
+
 @pytest.mark.parametrize(
-    "given, tokens",  # what an iteration has in the end
+    "given, tokens",  # of an iteration, or the flags that a problem tells to type instead
     [
-        (["--tokens_per_iter=4096"], 4096),
-        (["--tokens_per_iter=4096", "--gradient_accumulation_steps=8"], 4096),
-        (["FILE", "--gradient_accumulation_steps=8"], 8 * 16 * 64),
-        (["--gradient_accumulation_steps=8", "FILE"], 8 * 16 * 64),
-        (["FILE", "EXACT"], 5 * 16 * 64),
-        (["EXACT", "FILE"], 4096),
-        (["BOTH"], 4096),
+        ("", 12 * 1024 * 40),
+        ("--batch_size=4", 4 * 1024 * 40),
+        ("--batch_size=4 --block_size=128 ours", 4096),
+        ("nanogpts", 8 * 64 * 5),
+        ("nanogpts --batch_size=2 --block_size=32", 2 * 32 * 5),  # those at the end
+        (f"nanogpts {STEPS}=9", 8 * 64 * 9),
+        ("ours nanogpts", 8 * 64 * 5),
+        ("nanogpts ours", 4096),
+        ("both --batch_size=2", 8 * 64 * 5),
+        (f"{STEPS}=9 --tokens_per_iter=6144", 6144),
+        # a flag may count micro-batches of a file's tokens, if both mean the same
+        (f"ours {STEPS}=16", 4096),
+        (f"ours {STEPS}=4 --batch_size=16", 4096),
+        (f"ours {STEPS}=8", "--batch_size=8 --tokens_per_iter=2048"),
+        (f"both {STEPS}=2 --batch_size=4", "--batch_size=20 --tokens_per_iter=512"),
+        ("nanogpts --tokens_per_iter=5120", 5120),
     ],
 )
-def test_the_later_of_accumulation_and_tokens_per_iter_wins(tmp_path, given, tokens):
+def test_the_tokens_of_an_iteration_have_two_names(tmp_path, given, tokens):
     """
-    Let flags win over files and a later file over an earlier one, and tokens_per_iter where both
-    are set. Print a config that loads back as itself.
+    Let flags win over files, a later file over an earlier one, and tokens_per_iter where both are
+    set, but refuse a flag's accumulation that means other tokens than a file sets.
     """
-    exact, free = "gradient_accumulation_steps = 5\n", "tokens_per_iter = 4096\n"
-    texts = dict(FILE=free, EXACT=exact, BOTH=exact + free)
-    files = {name: write(tmp_path, text, f"{name}.py") for name, text in texts.items()}
-    argv = ["--batch_size=16", "--block_size=64", *(files.get(name, name) for name in given)]
-    config = load_config(argv)
-    assert config.iter_tokens == tokens
-    assert load_config([write(tmp_path, config_text(config), "printed.py")]) == config
+    files = {name: write(tmp_path, text, f"{name}.py") for name, text in FILES.items()}
+    argv = [files.get(word, word) for word in given.split()]
+    if isinstance(tokens, int):
+        config = load_config(argv)
+        assert config.tokens_per_iter == tokens
+        assert load_config([write(tmp_path, config_text(config), "printed.py")]) == config
+    else:
+        (problem,) = problems_of(*argv)
+        typed = re.findall(r"--\w+=\d+", problem)
+        assert typed == tokens.split()
+        for flag in typed:
+            load_config([argv[0], flag])
 
 
 def test_configurator_prints_a_config_file_and_nothing_else(tmp_path):
-    result = run("configurator.py", "--tokens_per_iter=98304", "--gradient_accumulation_steps=4")
+    result = run("configurator.py", "--batch_size=6", "--gradient_accumulation_steps=4")
     assert (result.code, result.err) == (0, "")
-    assert load_config([write(tmp_path, result.out)]).gradient_accumulation_steps == 4
+    assert load_config([write(tmp_path, result.out)]).tokens_per_iter == 6 * 1024 * 4
 
 
 def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
@@ -144,14 +166,16 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
     defaults = dict(out_dir="out", eval_interval=2000, log_interval=1)
     defaults |= dict(eval_only=False, init_from="scratch")
     defaults |= dict(wandb_project="owt", dataset="openwebtext")
-    defaults |= dict(gradient_accumulation_steps=40, batch_size=12, block_size=1024)
+    defaults |= dict(block_size=1024, tokens_per_iter=40 * 12 * 1024)
     defaults |= dict(n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=False)
     defaults |= dict(learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9, beta2=0.95)
     defaults |= dict(grad_clip=1.0, warmup_iters=2000, min_lr=6e-5, compile=True)
     assert load_config([]) == Config(**defaults)
+    defaults |= dict(batch_size=12)  # the machine chooses one if none is set
     defaults |= dict(lr_decay_iters=600000, device="cuda", dtype="bfloat16")
     all_keys = defaults | dict(eval_iters=200, wandb_log=False, decay_lr=True, backend="nccl")
     all_keys |= dict(always_save_checkpoint=True, wandb_run_name="gpt2")
+    all_keys |= dict(gradient_accumulation_steps=40)
     lines = [f"{name} = {value!r}" for name, value in all_keys.items()]
     assert load_config([write(tmp_path, "\n".join(lines))]) == Config(**defaults)
     assert load_config(flags(**all_keys)) == Config(**defaults)
@@ -199,7 +223,7 @@ def test_reads_config_files_written_by_notepad_and_powershell(encoding, tmp_path
     Read UTF-8 with or without a byte-order mark, and the UTF-16 with CRLF that PowerShell writes
     for python configurator.py config/quickstart.py > mine.py.
     """
-    config = Config(out_dir="out/Größe", n_layer=3, eval_tokens=64)
+    config = Config(out_dir="out/Größe", n_layer=3, eval_tokens=64, tokens_per_iter=8192)
     path = tmp_path / "mine.py"
     path.write_text(config_text(config), encoding=encoding, newline="\r\n")
     assert load_config([str(path)]) == config
@@ -214,7 +238,7 @@ def test_reads_config_files_written_by_notepad_and_powershell(encoding, tmp_path
 )
 def test_a_printed_config_loads_back_as_itself(text, rate, seed, flash, tmp_path_factory):
     """Print any name, rate and seed as a file that loads back to equal values."""
-    config = Config(out_dir=text, learning_rate=rate, seed=seed, flash=flash, eval_tokens=64)
+    config = Config(out_dir=text, learning_rate=rate, seed=seed, flash=flash, tokens_per_iter=8192)
     path = tmp_path_factory.mktemp("c") / "c.py"
     path.write_text(config_text(config), encoding="utf-8")
     assert load_config([str(path)]) == config
@@ -237,16 +261,14 @@ CONFIGS = [p for p in sorted((ROOT / "config").glob("*.py")) if p.stem != "own_t
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_committed_config_is_valid(path):
     """
-    Load each config. Those named gpt* or fast* train on 524,288 tokens per iteration, the fast ones
-    even with --batch_size=4.
+    Load each config. Those named gpt* or fast* train on 524,288 tokens per iteration, with any
+    batch_size.
     """
     config = load_config([str(path)])
     on_a_gpu = path.stem.startswith(("gpt", "fast"))
     if on_a_gpu:
-        assert config.iter_tokens == 524_288
         small = load_config([str(path), "--batch_size=4"])
-        exact = 4 * 1024 * config.gradient_accumulation_steps
-        assert small.iter_tokens == (config.tokens_per_iter or exact)
+        assert config.tokens_per_iter == small.tokens_per_iter == 524_288
 
 
 # test_bad_input.py has more

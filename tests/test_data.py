@@ -90,7 +90,7 @@ def split_of_numbers(folder: Path, sizes: list[int]) -> ShardTokens:
 
 def test_the_batch_of_an_iteration_follows_from_its_number_alone(tokens):
     """Ask twice, backwards over an epoch, and for one that was read in advance or was not."""
-    c = Config(batch_size=2, gradient_accumulation_steps=3, block_size=16)
+    c = Config(batch_size=2, tokens_per_iter=3 * 2 * 16, block_size=16)
     batches = Batches(open_dataset(str(tokens)), c, torch.device("cpu"))
     first = [batches.take(it) for it in range(20)]
     batches.read_ahead(5)

@@ -6,6 +6,7 @@ simulated GPUs, and the tensors alive on a CPU. test_plan.py has figures worked 
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,10 @@ from training_setup import TrainingSetup
 
 from common.console import UserError
 from configurator import Config, load_config, problems_of, read_config, resolve
-from machine.cost import CONTEXT_BYTES, fit_device, memory_bytes
+from machine.cost import CONTEXT_BYTES, choose_batch, memory_bytes
 from machine.gpus import GIB, resolve_gpu, short_name
-from machine.hardware import Hardware
 from model import GPTConfig
-from model_fast import model_config
+from model_fast import FastGPT, model_config
 
 PEAKS = ("bf16_tflops", "fp16_tflops")
 CONFIG_FILES = [path for path in sorted((ROOT / "config").glob("*.py")) if "GiB" in read(path)]
@@ -104,41 +104,45 @@ def test_plan_estimates_a_simulated_gpus_memory_within_a_tenth(name):
     assert reserved / GIB == pytest.approx(row["reserved_gib"], rel=0.1)
 
 
-FITTED = [  # GiB of a GPU, processes, flags, batch_size of a run to resume, the one taken
-    (12, 1, [], None, 8),  # 16 would fit, and leave 2.3 GiB
-    (16, 1, [], None, 16),
-    (8, 1, [], None, 4),
-    (80, 1, [], None, 32),  # no more than the file's
-    (80, 64, [], None, 8),
-    (12, 1, ["--batch_size=4"], None, 4),
-    # this flag switches tokens_per_iter off
-    (12, 1, ["--gradient_accumulation_steps=2"], None, 32),
-    (0, 1, ["--device=cpu"], None, 8),
-    (12, 1, [], 16, 8),  # a resume decides as a new run does
-    (80, 1, [], 8, 32),
-    (4, 1, [], None, 1),  # does not fit either: the run ends with its error line
+FITTED = [  # GiB of a GPU, processes, config and flags, the batch_size taken
+    (12, 1, "fast", 8),  # 16 would leave 2.3 GiB
+    (16, 1, "fast", 16),
+    (8, 1, "fast", 4),
+    (80, 1, "fast", 128),
+    (80, 64, "fast", 8),  # all of a process's
+    (4, 1, "fast", 1),  # nor does this fit: the run ends in its error
+    (0, 1, "fast --device=cpu", 8),
+    (12, 1, "fast --batch_size=0", 8),
+    (12, 1, "fast --batch_size=32", 32),  # memory lowers no number that is set
+    (12, 1, "gpt124m_4070", 8),
+    (4, 1, "gpt124m_4070", 8),
+    (12, 1, "gpt124m_4070 --batch_size=16", 16),
+    (12, 1, "gpt124m_4070 --batch_size=12", 8),  # 12 do not divide 512
+    (80, 8, "gpt124m_4070 --batch_size=100", 64),
+    (8, 1, "gpt124m_a100", 32),
 ]
 
 
-@pytest.mark.parametrize("gib, processes, argv, saved, taken", FITTED)
-def test_batch_size_is_a_maximum_with_tokens_per_iter(
-    gib, processes, argv, saved, taken, monkeypatch
+@pytest.mark.parametrize("gib, processes, words, taken", FITTED)
+def test_a_set_batch_size_is_taken_and_otherwise_as_many_sequences_as_fit(
+    gib, processes, words, taken, capsys
 ):
-    """Take what fits the card's size, also while another program still holds all of its memory."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * GIB))
-    sequences = 512
-    values = dict(tokens_per_iter=2**19, batch_size=saved)
-    before = saved and Config(**values, gradient_accumulation_steps=sequences // saved)
-    asked = read_config([f"{ROOT}/config/fast.py", *argv])
-    c = resolve(asked)
-    problems = problems_of(c, processes, before)
-    device = torch.device("cuda" if gib else "cpu")
-    hw = Hardware(device, torch.bfloat16, "", 1.0, "")
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    c = fit_device(c, model_of(c), hw)
+    name, *argv = words.split()
+    asked = resolve(read_config([f"{ROOT}/config/{name}.py", "--dtype=bfloat16", *argv]))
+    problems = problems_of(asked, processes)
+    c = choose_batch(asked, model_of(asked), processes, gib)
     assert problems == [] and c.batch_size == taken
-    assert c.iter_sequences == (64 if c.gradient_accumulation_steps == 2 else sequences)
-    assert c.eval_tokens == asked.eval_tokens
+    assert c.tokens_per_iter == asked.tokens_per_iter == 2**19
+    said = capsys.readouterr().err
+    assert said.count(f"batch_size: {taken}, ") == (taken < asked.batch_size)
+
+
+def test_a_model_that_is_not_built_without_data_gets_nanogpts_batch(capsys, monkeypatch):
+    """Its memory is not known, so a run that sets no batch_size starts with a warning."""
+    monkeypatch.setattr(FastGPT, "__init__", lambda *_: torch.empty(1, device="meta").item())
+    c = load_config([f"{ROOT}/config/fast.py", "--tokens_per_iter=491520"])
+    assert choose_batch(c, replace(model_of(c), n_layer=5), 1, 80).batch_size == 12
+    assert "batch_size: 12, because" in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------

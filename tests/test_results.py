@@ -20,7 +20,7 @@ def test_the_fast_config_has_all_settings_of_the_public_runs():
     assert band.config["optimizer"] == "muon"
     assert {key: getattr(config, key) for key in band.config} == band.config
     # no token is read twice
-    assert band.start["train_tokens"] == config.max_iters * config.iter_tokens
+    assert band.start["train_tokens"] == config.max_iters * config.tokens_per_iter
 
 
 # -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_setup import TrainingSetup
 
-from configurator import Config
+from configurator import Config, load_config
 from data.shards import open_dataset
 from machine.hardware import set_up
 from model import count_targets
@@ -120,7 +120,7 @@ def test_the_loss_of_an_iteration_is_the_mean_over_the_targets_of_all_its_micro_
     Compare the loss and the gradient norm of three weighted micro-batches, of which one has no
     targets, with those of their nine sequences in one. An evaluation has the same mean.
     """
-    setup = TrainingSetup(Config(**TINY | dict(batch_size=9)), vocab=61)
+    setup = TrainingSetup(load_config(flags(**TINY | dict(batch_size=9))), vocab=61)
     x, y = setup.batches[0]
     y[1, :5] = y[6:] = -1
     weights = torch.randn_like(y, dtype=torch.float32)

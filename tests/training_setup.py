@@ -26,7 +26,7 @@ class TrainingSetup:
         is_scaled = self.hw.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.hw.device.type, enabled=is_scaled)
         tokens = torch.randint(vocab, (config.batch_size, config.block_size + 1))
-        number = range(config.gradient_accumulation_steps)
+        number = range(config.iter_sequences // config.batch_size)
         self.batches = [to_batch(tokens, self.hw.device) for _ in number]
 
     def step(self, batches: list[Batch] | None = None) -> tuple[Tensor, dict[str, Tensor]]:

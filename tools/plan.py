@@ -50,13 +50,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--price_kwh", type=float, metavar="P", help="price per kWh, to compute the energy's cost")
 
 
-def plan(config: Config, options: Namespace) -> dict:
+def plan(c: Config, options: Namespace) -> dict:
     """
     Print the plan, and return its figures for --json: memory in GiB, disk in GB, None if unknown.
     `options` holds plan's flags, None if not given. Raises UserError.
     """
     # The run. Weights in init_from set the model's sizes, and a dataset its vocabulary
-    c, begin = config_of_weights(config)
+    c, begin = config_of_weights(c)
     c = resolve(c)
     raise_if_any(problems_of(c, options.gpus))
     dataset_tokens, gpus = options.dataset_tokens, options.gpus
@@ -65,8 +65,8 @@ def plan(config: Config, options: Namespace) -> dict:
         data = open_dataset(c.dataset)
         vocab, dataset_tokens = data.vocab, dataset_tokens or len(data.train)
         c = replace(c, eval_tokens=min(c.eval_tokens, len(data.val)))
-    model = model_config(c, vocab, begin.model_config)
-    params, flops = cost.count_parameters(model), cost.count_flops(model)
+    sizes = model_config(c, vocab, begin.model_config)
+    params, flops = cost.count_parameters(sizes), cost.count_flops(sizes)
 
     # This machine's device, or the GPU that --gpu names
     if not options.gpu:
@@ -80,8 +80,7 @@ def plan(config: Config, options: Namespace) -> dict:
             dtype = "bfloat16" if row["bf16_tflops"] else "float16"
         peak = c.peak_tflops or row_peak(row, dtype, c.tf32) or 0.0  # 0: unknown
         peak_source = "peak_tflops" if c.peak_tflops else "gpus.csv"
-    c = replace(c, dtype=dtype)
-    c = cost.choose_batch(c, model, gpus, cost.CHOSEN_MEMORY * (memory_gib or 0) * GIB)
+    c = cost.choose_batch(replace(c, dtype=dtype), sizes, gpus, memory_gib)
 
     # The likely, the shortest and the longest seconds of an iteration on one GPU. The known MFUs
     # are relative to a data sheet's peak, not to a measured one
@@ -94,20 +93,20 @@ def plan(config: Config, options: Namespace) -> dict:
             raise UserError(f"gpu: {problem}; {hint}")
         low, likely, high, source = known_mfus(name, row)
         source += "" if c.compile else "; with --compile=False it is lower"
-        width = min(1.0, model.n_embd / PUBLISHED_WIDTH)
+        width = min(1.0, sizes.n_embd / PUBLISHED_WIDTH)
         mfus = width**LIKELY_POWER * likely, high, width**LOWEST_POWER * low
-        work = flops * c.iter_tokens * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
+        work = flops * c.tokens_per_iter * (MUON_OVERHEAD if c.optimizer == "muon" else 1)
         seconds = [work / (mfu * peak * 1e12) for mfu in mfus]
     # Several GPUs share the work evenly, and then average their float32 gradients: each sends and
     # receives 2 (n - 1) / n times all gradients (docs/internals/multi_gpu.md)
     link_gbs = float((row and row["link_gbs"]) or PCIE_GBS)
-    exchange = 2 * (gpus - 1) / gpus * 4 * cost.count_trained(model) / (link_gbs * 1e9)
+    exchange = 2 * (gpus - 1) / gpus * 4 * cost.count_trained(sizes) / (link_gbs * 1e9)
     iter_seconds, shortest, longest = (s / gpus + exchange for s in seconds)
 
     # The length. An evaluation runs the forward pass alone, a third of the work
-    checkpoint_gb = cost.checkpoint_bytes(c, model) / 1e9
+    checkpoint_gb = cost.checkpoint_bytes(c, sizes) / 1e9
     eval_tokens = c.eval_tokens + min(c.eval_tokens, TRAIN_EVAL_TOKENS)  # of val and of train
-    eval_seconds = eval_tokens * iter_seconds / c.iter_tokens / 3
+    eval_seconds = eval_tokens * iter_seconds / c.tokens_per_iter / 3
     save_seconds = 1e9 * checkpoint_gb / CHECKPOINT_BYTES_PER_SEC
     save_interval = c.checkpoint_interval or math.ceil(SAVE_EVERY / iter_seconds)
 
@@ -116,7 +115,7 @@ def plan(config: Config, options: Namespace) -> dict:
         return len(evaluated_at), len({*evaluated_at[1:], *range(save_interval, it, save_interval)})
 
     def iterations_until(it: int) -> float:  # in units of the first, if the batch size changes
-        return c.tokens_between(0, it) / c.iter_tokens
+        return c.tokens_between(0, it) / c.tokens_per_iter
 
     def seconds_until(it: int) -> float:
         evaluations, saves = pauses_until(it)
@@ -131,14 +130,14 @@ def plan(config: Config, options: Namespace) -> dict:
         shortest = longest = iter_seconds  # the run ends on time, whatever its pace
     last_seconds = eval_seconds + save_seconds  # an evaluation and a save follow
     evaluations, saves = (1 + n for n in pauses_until(iters))
-    tokens, tokens_per_sec = c.tokens_between(0, iters), c.iter_tokens / iter_seconds
+    tokens, tokens_per_sec = c.tokens_between(0, iters), c.tokens_per_iter / iter_seconds
 
     # What is printed
     epochs = dataset_tokens and tokens / dataset_tokens
     of_data = f", {epochs:.2f} epochs of {short(dataset_tokens)}" if dataset_tokens else ""
-    say(f"model    {params / 1e6:.2f}M parameters, vocabulary {model.vocab_size}")
+    say(f"model    {params / 1e6:.2f}M parameters, vocabulary {sizes.vocab_size}")
     say(f"tokens   {tokens / max(1, iters):,.0f} per iteration x {iters:,} = {tokens:,}{of_data}")
-    figures: dict = dict(params=params, tokens_per_iter=c.iter_tokens, max_iters=iters)
+    figures: dict = dict(params=params, tokens_per_iter=c.tokens_per_iter, max_iters=iters)
     figures |= dict(total_tokens=tokens, epochs=epochs)
 
     total_flops = flops and flops * tokens
@@ -166,7 +165,7 @@ def plan(config: Config, options: Namespace) -> dict:
     figures |= dict(hours=hours, hours_range=[fewest, most], hours_total=hours_total)
     figures |= dict(evaluations=evaluations, checkpoints=saves)
 
-    part_bytes = cost.memory_bytes(c, model, c.batch_size)
+    part_bytes = cost.memory_bytes(c, sizes, c.batch_size)
     parts = {part: number / GIB for part, number in part_bytes.items()}
     vram_gib, usable = sum(parts.values()), cost.USABLE_MEMORY * (memory_gib or 0)
     fits = vram_gib <= usable if usable else None

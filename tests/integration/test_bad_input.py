@@ -26,13 +26,17 @@ TINY |= dict(max_iters=2, eval_interval=2, eval_tokens=64, peak_tflops=0)
 COMMAND_LINE = [
     ("train.py tiny.py --learn_rate=1e-3", "--learn_rate learning_rate"),
     ("train.py tiny.py --batch_size 4", "--batch_size --key=value", "4 no such config"),
-    ("train.py tiny.py --batch_size=0", "--batch_size 1 or more"),
+    ("train.py tiny.py --n_layer=0", "--n_layer 1 or more"),
     ("train.py tiny.py --compile=maybe", "--compile True or False 'maybe'"),
     ("train.py tiny.py --out_dir=", "--out_dir path ''"),  # as in --out_dir=$DIR without a DIR
     ("train.py tiny.py --dropout=1", "--dropout below 1"),
     ("train.py tiny.py --optimizer=adam", "optimizer adam adamw"),
     ("train.py tiny.py --device=gpu", "cuda:N"),
     ("train.py tiny.py --tokens_per_iter=100", "tokens_per_iter use 96"),
+    (
+        "train.py config/fast.py --gradient_accumulation_steps=64",
+        "gradient_accumulation_steps 786,432 --batch_size=8 --tokens_per_iter=786432",
+    ),
     ("train.py tiny.py --model=fast --tie_weights=True", "--tie_weights=False"),
     ("train.py tiny.py --model=fast --n_embd=36 --n_head=6", "n_head 6 multiple of 4"),
     ("train.py tiny.py --n_layr=2 --batch_size=four", "--n_layer", "whole number, got 'four'"),
@@ -77,12 +81,13 @@ FOLDERS = [
 ARCHITECTURE = [("model", "gpt2", "fast"), ("n_layer", 2, 3), ("n_head", 2, 4), ("n_embd", 32, 64)]
 ARCHITECTURE += [("bias", False, True), ("tie_weights", True, False), ("block_size", 16, 32)]
 OF_A_RUN = [("n_layer", 2, 3), ("block_size", 16, 8), ("pad_vocab_multiple", 128, 1)]
-OF_A_RUN += [("optimizer", "adamw", "muon"), ("seed", 1337, 2)]
+OF_A_RUN += [("optimizer", "adamw", "muon"), ("seed", 1337, 2), ("tokens_per_iter", 128, 256)]
+RESUME = "--init_from=resume --out_dir=run --max_iters=3 --tokens_per_iter=128"
 FIXED = [
     (f"train.py tiny.py {flag} --{key}={other}", f"{key}: --{key}={kept} {instead}")
     for flag, keys, instead in (
         ("--init_from=run", ARCHITECTURE, "--init_from"),
-        ("--init_from=resume --out_dir=run --max_iters=3", OF_A_RUN, "--out_dir"),
+        (RESUME, OF_A_RUN, "--out_dir"),
     )
     for key, kept, other in keys
 ]

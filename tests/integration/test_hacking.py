@@ -316,7 +316,7 @@ HEAD, ZERO, ADD, RETURN, READ_TEACHER, TEACH, SECOND, REFUSE, MIX, NUMBER = re.f
 )
 (WEIGH,) = re.findall(r"`(return x, y, .*?)`", PAGE)
 # the batch size doubles at iteration 4
-(DOUBLED,) = re.findall(r"`(return self\.iter_tokens \* \(last.*?)`", PAGE)
+(DOUBLED,) = re.findall(r"`(return self\.tokens_per_iter \* \(last.*?)`", PAGE)
 DOUBLING = {
     "configurator.py": f"""
 class Config:

@@ -45,7 +45,7 @@ OTHERS: dict[str, dict] = {
     "a hyperparameter": dict(grad_clip=0.5, muon_momentum=0.9, dropout=0.1, dtype="bfloat16"),
     "the schedule": dict(lr_schedule="wsd", decay_fraction=0.5, warmup_iters=1, min_lr=1e-4),
     "the length": dict(lr_decay_iters=6, hours=1.0),
-    "the batch": dict(batch_size=2, gradient_accumulation_steps=4),
+    "the batch": dict(batch_size=2, tokens_per_iter=192),
     "the log": dict(log_interval=2, sample_tokens=3, keep_checkpoints=1, eval_interval=3),
     "the machine": dict(deterministic=False, flash=False, loss_chunk="16", tf32=False),
 }
@@ -151,9 +151,10 @@ def test_a_command_of_another_run_gets_a_line_for_each_key_and_one_with_what_to_
     assert result.code == 1
     assert [line.split(":")[:2] for line in differ] == [
         ["error", " n_layer"],
+        ["error", " tokens_per_iter"],
         ["error", " learning_rate"],
     ]
-    words = f"--n_layer={SHORT_RUN['n_layer']} --learning_rate=0.01"
+    words = f"--n_layer={SHORT_RUN['n_layer']} --tokens_per_iter=128 --learning_rate=0.01"
     assert last == f"    give another --out_dir for a new run, or {words}"
 
 
