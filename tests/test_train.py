@@ -48,7 +48,7 @@ class NoFloat64(TorchDispatchMode):
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
 def test_an_iteration_needs_no_float64_on_the_device(recipe):
     """Give targets weights too."""
-    setup = TrainingSetup(Config(**TINY | recipe), vocab=61)
+    setup = TrainingSetup(load_config(flags(**TINY | recipe)), vocab=61)
     (idx, targets), *others = setup.batches
     weights = torch.rand(targets.shape)
     with NoFloat64():
