@@ -24,6 +24,7 @@ Examples:
 """
 
 import common.environment  # before torch  # noqa: F401  isort: skip
+import ctypes
 import pickle
 import subprocess
 import sys
@@ -145,10 +146,12 @@ def run_train(config: Config, seconds: float) -> Run:
         file = Path(folder, "config.py")
         file.write_text(config_text(replace(config, **values)), "utf-8")
         log = Path(folder, "run", "metrics.jsonl")
-        nothing = subprocess.DEVNULL
+        # Linux then kills the run: prctl(PR_SET_PDEATHSIG, SIGKILL)
+        begin = (lambda: ctypes.CDLL(None).prctl(1, 9)) if sys.platform == "linux" else None
         with open(Path(folder, "errors"), "wb") as errors:
             command = [sys.executable, TRAIN, str(file)]
-            child = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=errors)
+            files: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+            child = subprocess.Popen(command, **files, preexec_fn=begin)
             try:
                 while child.poll() is None and not has_enough(log, seconds):
                     time.sleep(POLL_SECONDS)

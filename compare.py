@@ -65,7 +65,7 @@ def table_rows(runs: list[Run]) -> list[tuple[str, str, list, Callable[..., str]
         return [percentile(run.eval.get(name, np.empty(0))[-1:], 0) for run in runs]
 
     def best(name: str) -> list[float | None]:
-        return [percentile(run.eval[name], 0) for run in runs]
+        return [percentile(run.curve("iter", name)[1], 0) for run in runs]
 
     def median(name: str) -> list[float | None]:
         return [percentile(run.step[name], 50) for run in runs]
@@ -172,9 +172,8 @@ def judge_by_band(run: Run, band: Run) -> str:
 
 def is_finished(run: Run) -> bool:
     """Return whether a run was trained to its end, and its log has the last evaluation."""
-    is_complete = run.end.get("complete", False)
-    last = {run.iterations, run.end.get("iter")}  # reached, saved, and evaluated
-    return run.is_published or (is_complete and last == {*run.eval["iter"][-1:]})
+    at_end = (run.eval["complete"] == 1) & (run.eval["iter"] == run.iterations)
+    return run.is_published or bool(at_end.any())
 
 
 def dataset_name(run: Run) -> str | None:

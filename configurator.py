@@ -284,9 +284,7 @@ def read_flag(argument: str, known: dict[str, Field]) -> dict[str, Any]:
         raise UserError(f"{argument}: flags are written --key=value")
     if name not in known:
         raise UserError(f"--{name}: unknown key{did_you_mean(name, known, '--')}")
-    value: Any = parse_value(text, key_type(known[name])[0])
-    if known[name].type is Location:
-        value = os.path.expanduser(value)  # because shells do not expand the ~ in --key=~/x
+    value = parse_value(text, key_type(known[name])[0])
     return {name: check_value(value, known[name], f"--{name}")}
 
 
@@ -362,7 +360,8 @@ def check_value(value: Any, f: Field, where: str) -> Any:
         raise UserError(
             f"{where}: {value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
         )
-    return value
+    # neither Python nor, in --key=~/x, a shell expands a ~
+    return os.path.expanduser(value) if f.type is Location else value
 
 
 # -----------------------------------------------------------------------------

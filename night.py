@@ -6,8 +6,8 @@ Repeat a command until it is done, or until a signal stops it.
 
 Every launch resumes the run. After an error or a crash, this launches it again in five minutes,
 but gives up after five launches in a row of less than a quarter of an hour: they may all have ended
-at the same place. At a signal it stops the command by SIGTERM, waits for its end, and exits with
-its code.
+at the same place. At a signal it stops the command by SIGTERM, waits for its end, and ends of the
+signal itself.
 """
 
 import subprocess
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         code = 128 - code if code < 0 else code  # 128 + N if signal N killed it
         short = short + 1 if time.monotonic() < began + SHORT_SECONDS else 0
         if came or code in (0, *(128 + number for number in ASK_TO_STOP)):
-            return code
+            return 128 + came[0] if came else code
         if short == 5:
             why = "five launches in a row took less than a quarter of an hour; see their errors"
             say(f"night.py: exit code {code}; giving up, because {why}", console="stderr")

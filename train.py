@@ -105,10 +105,10 @@ def main(argv: list[str]) -> int:
     clock.lap("start-up")
 
     # What does not change during the run stands in these two, and what does is passed to them
-    def evaluate(it: int) -> float:
+    def evaluate(it: int, complete: bool = False) -> float:
         with clock.pause("evaluation"):  # keeps its seconds out of iteration times
             measured = estimate_loss(model, data, c, hw)
-            log.report_eval(it, measured)
+            log.report_eval(it, measured, complete)
         return measured["val_loss"]
 
     def save(it: int, val_loss: float | None, complete: bool = False) -> tuple[int, float | None]:
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
             to_keep = replace(asked, dtype=c.dtype)  # what auto means here, for good
             learned = model, optimizer, scaler
             state = state_to_save(to_keep, data, *learned, clock, it, val_loss, complete)
-            log.report_save(it, complete, *ranks.on_main(folder.save, state, c.keep_checkpoints))
+            log.report_save(it, *ranks.on_main(folder.save, state, c.keep_checkpoints))
         return it, val_loss
 
     # The loop ends when the run is over, or at a signal. An error ends the run, also one of a save,
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
             # the loss of this iteration alone, but the speed since the last line
             (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
             clock.lap("steps")
-            log.report_step(it, loss, optimizer.param_groups[0]["lr"], numbers)
+            log.report_step(it, loss, optimizer.param_groups[0], numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
                 end_if_skipping(skips, c)
@@ -162,9 +162,7 @@ def main(argv: list[str]) -> int:
     if over:
         if swap_averages(optimizer):
             log.report_averages(it)
-            val_loss = None  # other weights had it
-        if val_loss is None:
-            val_loss = evaluate(it)
+        val_loss = evaluate(it, complete=True)
         save(it, val_loss, complete=True)
         log.sample(it)
     elif (it, val_loss) != saved:

@@ -48,14 +48,14 @@ class StopSignal:
                     line = f"stopping when this iteration or evaluation is saved; {hint}"
                     print(line, file=sys.stderr, flush=True)
         elif number == signal.SIGINT and time.monotonic() > self.came + SAME_STOP:
-            if sys.platform == "win32":
-                os._exit(128 + number)
-            signal.signal(number, signal.SIG_DFL)  # end by the signal itself, as exit_with()
-            os.kill(os.getpid(), number)
+            if sys.platform != "win32":
+                signal.signal(number, signal.SIG_DFL)  # end by the signal itself, as exit_with()
+                os.kill(os.getpid(), number)
+            os._exit(128 + number)  # on Windows, and as process 1, which no such signal ends
 
 
 def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def rank() -> int:

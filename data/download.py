@@ -55,10 +55,11 @@ def make_or_explain(config: Config, key: str) -> None:
         shards = [*folder.glob("*_train_*.bin")]
         held = sum(path.stat().st_size for path in shards) // 2
         if held < tokens and len(shards) < TRAIN_FILES:
-            problem = f"{folder}: holds {short(held)} of the {short(tokens)} tokens that a run "
-            problem += "of max_iters reads, so it repeats some; for a new run that downloads more, "
-            # to stdout, where rank 0 alone prints
-            say(f"warning: {problem}first type{BELOW}{command_line('rm', folder / FINEWEB_VAL)}")
+            old = f"{folder}_{len(shards)}"
+            problem = f"{folder}: {short(held)} tokens repeat, as max_iters reads {short(tokens)}"
+            hint = f"for a new run with more, first type{BELOW}{command_line('mv', folder, old)}"
+            keep = f"runs that began with this one then resume with --{key}={old}"
+            say(f"warning: {problem}; {hint}", keep)  # to stdout, where rank 0 alone prints
     elif name == SHAKESPEARE_DATA and not folder.is_dir():
         get = command_line("curl", "-fo", "shakespeare.txt", SHAKESPEARE)
         words = ("python", "data/prepare_text.py", "shakespeare.txt", "--val_fraction=0.1")
@@ -130,8 +131,8 @@ def download(folder: Path, names: list[str]) -> None:
 def fetch(name: str, folder: Path) -> None:
     """
     Download a file of FAST_DATA into folder/part, and move it to the folder if it is what the hub
-    has. If that fails, the library tries again for half a minute, at the same byte. Raises OSError
-    and UserError.
+    has. If that fails, the library (before version 1.19 not in mid-file) tries again for half a
+    minute, at the same byte. Raises OSError and UserError.
     """
     # lazily, because training on prepared shards needs none of its packages
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url

@@ -167,6 +167,7 @@ class Source:
     """
     Read the rows of a list of files. Blank lines and blank text files do not count as rows. A row
     group is a part of a parquet file that can be read on its own; any other file counts as one.
+    Raises UserError for a file beside its packed copy, which `zstd` and `gzip -k` leave.
     """
 
     files: list[str]
@@ -174,6 +175,12 @@ class Source:
     seed: int | None = None  # shuffles the row groups; None: in the order of the files
     # the metadata of parquet files, each downloaded once, and compressed to save memory
     footers: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        twins: dict[str, str] = {}
+        for name in self.files:
+            if (twin := twins.setdefault(re.sub(r"\.(gz|zst)$", "", name), name)) != name:
+                raise UserError(f"{twin}, {name}: the same text twice; give only one of them")
 
     def size(self) -> int:
         """Return how many bytes of text the parquet files hold, and how many bytes the others."""

@@ -160,12 +160,12 @@ def newest_first(out_dir: Path) -> list[Path]:
 def best_first(out_dir: Path) -> list[Path]:
     """
     Return the paths of the checkpoints that can be read, the best first: that whose weights have
-    the lowest validation loss. Those that were not evaluated come last.
+    the lowest validation loss. Those that were not evaluated, or not trained, come last.
     """
     losses = {}
     for path in newest_first(out_dir):
         with contextlib.suppress(UserError):
-            loss = load(path, whole=False).get("val_loss")
+            loss = load(path, whole=False).get("val_loss") if iteration(path) else None
             losses[path] = math.inf if loss is None or math.isnan(loss) else loss
     return sorted(losses, key=losses.__getitem__)
 
@@ -269,11 +269,12 @@ class RunFolder:
             with open(self.path / "metrics.jsonl", "ab") as log:
                 os.fsync(log.fileno())  # a resume would not repeat the evaluation that it records
             write(state, path)
-            is_best = self.prune(keep) == path and state.val_loss is not None
+            is_best = self.prune(keep) == path and state.iter_num > 0 and state.val_loss is not None
             return path.stat().st_size, is_best
         except OSError as error:
+            problem = f"{error.filename or path}: is not saved ({error.strerror})"
             hint = "once that is fixed, the same command resumes the run"
-            raise UserError(f"{path}: is not saved ({error.strerror}); {hint}") from None
+            raise UserError(f"{problem}; {hint}") from None
 
     def prune(self, keep: int) -> Path | None:
         """

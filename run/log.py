@@ -145,13 +145,13 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it: int, loss: float, lr: float, numbers: dict) -> None:
+    def report_step(self, it: int, loss: float, group: dict, numbers: dict) -> None:
         """
         Print the log line of iteration `it`, and write its record. time, tok/s and mfu are means
         over the iterations since the previous line: they include waits for data, but no evaluations
-        and saves. `numbers` are train_step's other numbers; those of an experiment end the line. To
-        fit 120 columns, it leaves out the gradient norm, the epoch and the hours; the record has
-        them.
+        and saves. `group` is the optimizer's first: its rate, and how much of the run is done.
+        `numbers` are train_step's other numbers; those of an experiment end the line. To fit 120
+        columns, it leaves out the gradient norm, the epoch and the hours; the record has them.
         """
         tokens = self.config.tokens_between(0, it)  # before this iteration
         seconds, rate, mfu = self.speed(self.last, it + 1)
@@ -163,8 +163,8 @@ class Log:
         own = [f", {n.replace('_', ' ')} {x:.4g}" for n, x in numbers.items() if n != "grad_norm"]
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "
-            f"tok/s {rate:,.0f}, lr {lr:.2e}, tokens {short(tokens)}, "
-            f"mem {mem_text}, eta {duration(self.eta(it + 1))}{''.join(own)}"
+            f"tok/s {short(rate)}, lr {group['lr']:.1e}, tokens {short(tokens)} "
+            f"({group['done']:.0%}), mem {mem_text}, eta {duration(self.eta(it + 1))}{''.join(own)}"
         )
         self.record(
             "step",
@@ -173,7 +173,7 @@ class Log:
             tokens_after=self.config.tokens_between(0, it + 1),
             epoch=tokens / self.train_tokens,
             loss=loss,
-            lr=lr,
+            lr=group["lr"],
             **numbers,
             step_ms=1000 * seconds,
             tokens_per_sec=rate,
@@ -202,8 +202,11 @@ class Log:
         left = c.tokens_between(it, c.max_iters) / self.speed(self.first, it)[1]
         return max(0.0, min(left, 3600 * (c.hours - self.clock.hours()))) if c.hours else left
 
-    def report_eval(self, it: int, numbers: dict[str, float]) -> None:
-        """Log the numbers of an evaluation, within its pause. Losses are in nats per token."""
+    def report_eval(self, it: int, numbers: dict[str, float], complete: bool) -> None:
+        """
+        Log the numbers of an evaluation, within its pause, and whether it is that of the complete
+        run. Losses are in nats per token.
+        """
         seconds = self.clock.since_lap()
         say(evaluation_line(it, numbers, seconds, self.data))
         self.record(
@@ -211,6 +214,7 @@ class Log:
             iter=it,
             tokens=self.config.tokens_between(0, it),
             hours=self.clock.hours(),
+            complete=complete,
             **numbers,
             seconds=seconds,
             perplexity=perplexity(numbers["val_loss"]),
@@ -221,18 +225,14 @@ class Log:
         becomes = f"at iteration {it} each weight becomes its average over the last iterations"
         say(f"averages: training is complete; {becomes}")
 
-    def report_save(self, it: int, complete: bool, size: int, is_best: bool) -> None:
-        """
-        Log a save of `size` bytes, while its pause still lasts, and whether it is that of the
-        complete run, and the best.
-        """
+    def report_save(self, it: int, size: int, is_best: bool) -> None:
+        """Log a save of `size` bytes, while its pause still lasts, and whether it is the best."""
         seconds = self.clock.since_lap()
         path = Path(self.config.out_dir, checkpoint_name(it))
         readable = f"{size / 1e9:.2f}GB" if size >= 1e9 else f"{size / 1e6:.2f}MB"
         best = ", best checkpoint so far" if is_best else ""
         say(f"checkpoint {it}: {path}, {readable}, time {seconds:.1f}s, {date()}{best}")
-        record = dict(path=str(path), bytes=size, seconds=seconds)
-        self.record("checkpoint", iter=it, complete=complete, **record)
+        self.record("checkpoint", iter=it, path=str(path), bytes=size, seconds=seconds)
 
     def sample(self, it: int) -> None:
         """Log sample_tokens tokens from the model, always drawn with the same random numbers."""
@@ -346,7 +346,8 @@ def git_commit() -> str | None:
     """Describe the commit of this clone; None without git or outside a clone. Never fails."""
     if not (PROJECT / ".git").exists():  # git would find a repository that holds this folder
         return None
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
+    # safe.directory, because git would not read another user's clone
+    command = "git -c safe.directory=* --no-optional-locks describe --always --dirty".split()
     options: dict = dict(cwd=PROJECT, stdin=subprocess.DEVNULL, timeout=5, check=True)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, **options).stdout.strip()

@@ -57,7 +57,7 @@ class Tracker:
             return
         numbers = {}
         for name, value in record.items():
-            if isinstance(value, int | float) and name != "iter":
+            if type(value) in (int, float) and name != "iter":
                 name = f"{record['kind']}/{name}"
                 numbers[NANOGPT_NAMES.get(name, name)] = value
         if numbers.get("mfu"):

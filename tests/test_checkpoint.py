@@ -137,6 +137,20 @@ def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_pa
     assert kept_after(9, 6.0, True, keep=1) == [8, 9]
 
 
+def test_untrained_weights_are_never_the_best(tmp_path):
+    """A run that was stopped in its first evaluation has saved them, with the lowest loss."""
+    folder = RunFolder(tmp_path)
+    assert [folder.save(state(*saved), keep=9)[1] for saved in [(0, 1.0), (5, None)]] == [False] * 2
+    assert [*map(checkpoint.iteration, checkpoint.best_first(tmp_path))] == [5, 0]
+    assert folder.save(state(10, 2.0), keep=9)[1]
+
+
+def test_a_save_that_the_disk_of_the_log_refuses_names_the_log(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match="metrics.jsonl: is not saved"):
+        RunFolder(tmp_path).save(state(2, 5.0), keep=2)
+
+
 def test_a_disk_that_renames_onto_no_file_takes_a_checkpoint_twice(tmp_path, monkeypatch):
     """Some network disks refuse that, and a resume may save an iteration again."""
     replace = os.replace

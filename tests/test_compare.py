@@ -45,11 +45,11 @@ def make_records(
         if it in val_losses:
             hours += 2 / 3600
             losses = dict(val_loss=val_losses[it], bits_per_byte=bits and val_losses[it] * bits)
-            line = dict(kind="eval", hours=hours, seconds=2)
+            line = dict(kind="eval", hours=hours, complete=it == last, seconds=2)
             records.append(line | at | losses | (others or {}))
         if it in val_losses and it > 0:
             hours += 1 / 3600
-            records.append(dict(kind="checkpoint", iter=it, seconds=1, complete=it == last))
+            records.append(dict(kind="checkpoint", iter=it, seconds=1))
         if it < last:
             hours += step_ms / 3.6e6
             line = dict(kind="step", hours=hours, loss=4 + (-1) ** it, lr=0.1)
@@ -156,6 +156,12 @@ def test_of_two_evaluations_of_one_iteration_the_last_counts():
     assert [*run.eval["iter"]] == [0, 4] and [*run.eval["val_loss"]] == [8, 2]
 
 
+def test_the_best_loss_is_that_of_weights_that_the_run_has_trained():
+    """No checkpoint of a fine-tuned model has the lower loss of the model that it began with."""
+    table = Table(make_run("tuned", {0: 2.5, 5: 3.2, 10: 3.3}, bits=1.0))
+    assert table.values("best_val_loss") == table.values("best_bits_per_byte") == [3.2]
+
+
 WHOLE = make_records(curve(20, 300))
 
 
@@ -164,8 +170,9 @@ WHOLE = make_records(curve(20, 300))
     [
         (WHOLE, True),
         (WHOLE[:-1], True),  # killed after its last save
-        (WHOLE[:-2], False),  # killed before it
-        ([*WHOLE[:-2], WHOLE[-2] | dict(complete=False)], False),
+        (WHOLE[:-2], True),  # killed before the record of it
+        (WHOLE[:-3], False),  # killed before its last evaluation
+        ([*WHOLE[:-3], WHOLE[-3] | dict(complete=False)], False),
     ],
 )
 def test_says_that_a_run_is_not_at_its_end_and_compares_at_equal_tokens(records, at_end, capsys):
@@ -312,7 +319,7 @@ def test_one_seed_on_a_side_is_inconclusive(n_change, n_base):
 
 UNFIT = [  # the records of each run of one side; the error
     ([make_records(ends(math.nan))], "a: its last evaluation has no val loss"),
-    ([make_records(ends(2.0))[:-2]], "a: not at its end"),
+    ([make_records(ends(2.0))[:-3]], "a: not at its end"),
     ([make_records(ends(2.0), seed=2)] * 2, "another run has seed 2 too"),
 ]
 

@@ -298,7 +298,10 @@ def test_min_lr_becomes_a_tenth_of_a_peak_rate_that_is_below_it():
     assert load_config(["--learning_rate=1e-5", "--min_lr=6e-5"]).min_lr == 6e-5
 
 
-def test_expands_a_tilde_in_a_flag_to_the_home_folder(monkeypatch):
-    """Expand ~ in --out_dir=~/runs, which shells leave alone after a =."""
+def test_expands_a_tilde_in_a_flag_or_a_file_to_the_home_folder(tmp_path, monkeypatch):
+    """Expand ~ in --out_dir=~/runs, which shells leave alone after a =, and Python does."""
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert load_config(["--out_dir=~/runs/a"]).out_dir == "/home/somebody/runs/a"
+    file = tmp_path / "a.py"
+    file.write_text('out_dir = "~/runs/a"')
+    for argument in ("--out_dir=~/runs/a", str(file)):
+        assert load_config([argument]).out_dir == "/home/somebody/runs/a"

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import pickle
+import shlex
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -405,6 +407,20 @@ def test_downloads_as_many_records_as_the_run_reads(tokens, gb, hub, monkeypatch
     monkeypatch.setattr("shutil.disk_usage", lambda folder: mock.Mock(total=10**9, free=10**8))
     with pytest.raises(UserError, match=f"needs {gb} GB of disk, has 0.1 GB free; make room"):
         get_records(f"--max_iters={math.ceil(tokens / 256)}")
+
+
+def test_a_folder_with_too_few_records_may_be_moved_and_its_runs_continue(hub, capsys):
+    """A folder that grew would refuse the runs that began with fewer tokens."""
+    get_records()
+    before = open_dataset("fineweb_records").fingerprint
+    capsys.readouterr()
+    get_records("--max_iters=100_000_000")
+    move, keep = capsys.readouterr().out.splitlines()[1:]
+    subprocess.run(shlex.split(move), check=True)
+    old = load_config([keep.split()[-1]])
+    make_or_explain(old, "dataset")
+    assert open_dataset(old.dataset).fingerprint == before
+    assert not RECORDS.exists()  # so a new run downloads them
 
 
 def test_a_copied_dataset_keeps_its_fingerprint_and_other_tokens_change_it(tmp_path):

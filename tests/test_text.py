@@ -86,6 +86,15 @@ def test_files_folders_and_patterns_are_read_in_the_order_given_and_once_each():
     check_folder(Path("out"), texts)
 
 
+@pytest.mark.parametrize("packed", ["posts.jsonl.gz", "posts.jsonl.zst"])
+def test_a_file_beside_its_packed_copy_is_refused(packed):
+    """Else training would read the text twice, and half of the validation text too."""
+    Path("posts").mkdir()
+    for name in ("posts.jsonl", packed, "other.jsonl.gz"):
+        Path("posts", name).write_text(json.dumps(dict(text="words " * 90)))
+    refused(prepare_text("posts"), "posts/posts.jsonl, ", f"posts/{packed}: the same text twice")
+
+
 def test_linked_folders_are_read_once_and_a_broken_link_to_text_is_refused():
     Path("notes").mkdir()
     Path("elsewhere/deep").mkdir(parents=True)

@@ -10,12 +10,16 @@ from unittest import mock
 import pytest
 import torch
 from cases import slow_but
-from program import TINY_RUN, Run, assert_same_run, flags, refused, run, train, write_tokens
+from program import FAST, TINY_RUN, Run, assert_same_run, flags, refused, run, train, write_tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training_setup import TrainingSetup
 
 from configurator import Config, load_config
 from data.shards import open_dataset
 from machine.hardware import set_up
+from model import count_targets
 from train import estimate_loss, sum_losses
 
 TINY = TINY_RUN | dict(
@@ -29,6 +33,27 @@ TINY = TINY_RUN | dict(
     eval_tokens=64,
     keep_checkpoints=9,
 )
+
+
+class NoFloat64(TorchDispatchMode):
+    """Stand in for a device without float64, such as a Mac's GPU."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        assert all(t.dtype != torch.float64 for t in tensors), function
+        return result
+
+
+@pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
+def test_an_iteration_needs_no_float64_on_the_device(recipe):
+    """Give targets weights too."""
+    setup = TrainingSetup(load_config(flags(**TINY | recipe)), vocab=61)
+    (idx, targets), *others = setup.batches
+    weights = torch.rand(targets.shape)
+    with NoFloat64():
+        setup.step([(idx, targets, weights), *others])
+        assert count_targets(targets).dtype != torch.float64
 
 
 def test_training_waits_for_the_device_only_at_log_lines(tokens, tmp_path):

@@ -67,6 +67,20 @@ def test_keeps_windows_awake_and_quotes_commands_for_its_shells(windows):
     assert console.command_line("python", Path("a b.py")) == 'python "a b.py"'
 
 
+@pytest.mark.parametrize("system", ["win32", "linux"])
+def test_a_second_ctrl_c_ends_a_run_that_no_signal_ends(system, monkeypatch):
+    """As on Windows, and as process 1 of a container."""
+    codes: list[int] = []
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("os.kill", lambda *_: None)
+    monkeypatch.setattr("os._exit", codes.append)
+    stop = process.StopSignal()
+    stop.receive(signal.SIGINT)
+    stop.came -= 1  # second
+    stop.receive(signal.SIGINT)
+    assert codes == [130]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="imitates Ctrl-Break with a signal of Linux")
 def test_ctrl_break_stops_a_run_with_its_exit_code(monkeypatch):
     monkeypatch.setattr(process, "ASK_TO_STOP", [signal.Signals(21)])

@@ -20,7 +20,7 @@ from configurator import FIELDS, Config, config_values
 
 # What becomes columns of the records of iterations and evaluations
 STEP = "iter tokens tokens_after hours loss lr step_ms tokens_per_sec mfu mem_gib compile_seconds"
-EVAL = "iter tokens hours train_loss val_loss perplexity bits_per_byte seconds low high"
+EVAL = "iter tokens hours complete train_loss val_loss perplexity bits_per_byte seconds low high"
 PUBLISHED = "published"  # the program of a run that is read from a CSV
 # Interpolate over gaps of at most this fraction of the progress so far. For a loss that falls like
 # 1/sqrt(x) and is 1 nat above its floor, the error is about 0.2^2 / 8 * 3/4 = 0.004 nats, which is
@@ -39,10 +39,10 @@ class Run:
     """
     Holds one run as its records describe it so far.
 
-    `start` is the last start record; `end` holds the records of the last save and of the end, if
-    there was one. `step` and `eval` are columns, ordered by iteration: one array per value, NaN if
-    unknown. Only published means of several runs have a band of val losses, from `low` to `high`.
-    `others` names the numbers that only this run's evaluations have; they are columns too.
+    `start` and `end` are the last records of these kinds. `step` and `eval` are columns, ordered by
+    iteration: one array per value, NaN if unknown. Only published means of several runs have a band
+    of val losses, from `low` to `high`. `others` names the numbers that only this run's evaluations
+    have; they are columns too.
     `config` has the keys of the last launch. `iterations`, `tokens` and `hours` are None if
     unknown; `hours` includes iterations, evaluations, samples and saves.
     """
@@ -55,14 +55,12 @@ class Run:
         evals = {}  # by iteration; a run that is killed or continued may evaluate one twice
         for record in records:
             kind = record.get("kind")
-            if kind == "start":
-                self.start = record
+            if kind in ("start", "end"):
+                setattr(self, kind, record)
             elif kind == "step":
                 steps.append([record.get(key) for key in STEP.split()])
             elif kind == "eval":
                 evals[record.get("iter")] = record
-            elif kind in ("checkpoint", "end"):
-                self.end |= record
         pairs = (pair for record in evals.values() for pair in record.items())
         found = {k for k, v in pairs if isinstance(v, int | float)}
         self.others = sorted(found - {*EVAL.split()})

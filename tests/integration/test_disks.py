@@ -37,6 +37,9 @@ from program import (
     wait_for_line,
 )
 
+from compare import is_finished
+from tools.curves import open_run
+
 fcntl = pytest.importorskip("fcntl", reason="disks and signals of POSIX")
 
 TINY = TINY_RUN | dict(
@@ -213,6 +216,7 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
         if newest < 6:
             assert killed.column("start", "iter")[-1] == newest
         assert_same_run(tmp_path / "straight", folder, 6)
+        assert is_finished(open_run(folder))  # its log says so even if only that was left to say
         assert best_iter(killed) == best_logged(killed) == best
         assert killed.saved[-1] == 6
         assert not leftovers(folder)

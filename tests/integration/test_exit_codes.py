@@ -152,17 +152,17 @@ def ignore_ctrl_c() -> None:
 
 @needs_signals
 @pytest.mark.parametrize(
-    "send, name, ignored, signals",
+    "send, name, ignored, signals, code",
     [
-        ("killpg", "SIGINT", None, {"2", "15"}),  # a terminal sends Ctrl-C to both
-        ("kill", "SIGINT", None, {"15"}),
-        ("kill", "SIGHUP", None, {"15"}),
-        ("kill", "SIGTERM", None, {"15"}),
-        ("killpg", "SIGINT", ignore_ctrl_c, {"15"}),  # after `&` in a script; then SIGTERM
+        ("killpg", "SIGINT", None, {"2", "15"}, 130),  # a terminal sends Ctrl-C to both
+        ("kill", "SIGINT", None, {"15"}, 130),
+        ("kill", "SIGHUP", None, {"15"}, 129),
+        ("kill", "SIGTERM", None, {"15"}, 143),
+        ("killpg", "SIGINT", ignore_ctrl_c, {"15"}, 143),  # after `&` in a script; then SIGTERM
     ],
 )
-def test_night_passes_every_signal_on_as_sigterm_unless_it_is_ignored(
-    send, name, ignored, signals, command
+def test_night_passes_every_signal_on_as_sigterm_and_ends_of_it_itself_unless_it_is_ignored(
+    send, name, ignored, signals, code, command
 ):
     Path("codes").write_text("wait")
     process = launch_night(*command, preexec_fn=ignored)
@@ -174,7 +174,7 @@ def test_night_passes_every_signal_on_as_sigterm_unless_it_is_ignored(
             time.sleep(0.5)
             assert process.poll() is None
             process.terminate()
-        assert process.wait(timeout=60) == 7
+        assert process.wait(timeout=60) == code  # a loop of a shell ends at Ctrl-C
     finally:
         process.kill()
     assert {*Path("signals").read_text().split()} == signals

@@ -336,7 +336,7 @@ BIAS_LINE = "    bias: Tensor | None = None,\n    weights: Tensor | None = None,
 RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
 MODEL_LINE = "    model = make_model(sizes, c.seed, hw, state)\n"
-RECORD_LINE = "            log.report_eval(it, measured)\n"
+RECORD_LINE = "            log.report_eval(it, measured, complete)\n"
 EDITS = [(DATA_LINE, DATA_LINE + SECOND), (RECORD_LINE, NUMBER + RECORD_LINE)]
 HEAD_EDITS = [
     (line := "        self.init_weights()\n", HEAD + line),

@@ -17,8 +17,8 @@ FIELDS = dict(
     " train_tokens val_tokens world_size",
     step="compile_seconds epoch grad_norm hours iter loss lr mem_gib mfu"
     " step_ms tokens tokens_after tokens_per_sec",
-    eval="bits_per_byte hours iter perplexity seconds tokens train_loss val_loss",
-    checkpoint="bytes complete iter path seconds",
+    eval="bits_per_byte complete hours iter perplexity seconds tokens train_loss val_loss",
+    checkpoint="bytes iter path seconds",
     sample="iter text",
     event="iter message",
     end="hours iters ledger reason tokens",
@@ -47,6 +47,7 @@ def test_scripts_that_parse_nanogpts_log_lines_can_parse_ours(logged):
         (str(it), f"{train_loss:.4f}", f"{val_loss:.4f}")
         for it, train_loss, val_loss in ran.evals("iter", "train_loss", "val_loss")
     ]
+    assert re.findall(r"tokens [\d.]+k? \((\d+)%\)", out) == ["0", "25", "50", "75", "88"]
     assert STEP.findall(out) == evaluations
     assert [int(line[0]) for line in evaluations] == [0, 4, 8]
     assert f"tokens per iteration will be: {4 * 2 * T:,}" in out

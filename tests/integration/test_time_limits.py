@@ -35,6 +35,8 @@ def test_a_timed_run_trains_for_its_hours_with_its_schedule_complete(trainer, ti
     rate = ran.steps("lr")
     assert rate[0] == pytest.approx(1.0, abs=0.01) and 0 <= rate[-1] <= 16 / SECONDS
     assert all(0 < before - after <= 17 / SECONDS for before, after in pairwise(rate))
+    shares = [int(share) for share in re.findall(r"\((\d+)%\), mem", result.out)]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] >= 98
     halfway = next(lr for hours, lr in ran.steps("hours", "lr") if hours >= HOURS / 2)
     assert halfway == pytest.approx(0.5, abs=0.03)
     last = len(rate)

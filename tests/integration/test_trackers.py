@@ -34,7 +34,7 @@ def expected_numbers(ran: Run) -> dict[tuple[str, int], float]:
     found = {}
     for record in ran.records("step") + ran.records("eval"):
         for field, value in record.items():
-            if field in ("kind", "iter", "time") or value is None:
+            if field in ("kind", "iter", "time", "complete") or value is None:
                 continue
             name = f"{record['kind']}/{field}"
             percent = 100 if field == "mfu" else 1
