@@ -279,7 +279,7 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 
 
 def config_to_dict(config: GPTConfig) -> dict[str, Any]:
-    """Return what a checkpoint stores as model_config."""
+    """Return a State's model_config, of which a checkpoint keeps what a run cannot change."""
     model = "fast" if isinstance(config, FastConfig) else "gpt2"
     return dict(asdict(config), model=model)
 

@@ -55,9 +55,10 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
     `dtype` is the dtype of Muon's matmuls.
 
     To add an optimizer, add its name in configurator.py and return it at the end of this function.
-    Each weight must be in exactly one group, as (name, weight); a resume compares the names. If the
-    optimizer's defaults say fused=True, an update with found_inf = 1 must change nothing. For other
-    optimizers each iteration waits for the device.
+    Each weight must be in exactly one group, as (name, weight); a resume compares the names. Before
+    each update train.py sets a group's `lr`, the part of the run that is `done`, from 0 to 1, and
+    the run's `length` in iterations. If the optimizer's defaults say fused=True, an update with
+    found_inf = 1 must change nothing. For other optimizers each iteration waits for the device.
     """
     # a fused optimizer can skip an update without waiting for the device
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
@@ -72,7 +73,8 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
             dict(adam, params=matrices, weight_decay=c.weight_decay),
             dict(adam, params=vectors, weight_decay=0.0),
         ]
-    groups = [dict(group, lr=group["peak_lr"]) for group in groups if group["params"]]
+    start = dict(done=0.0, length=PUBLIC_ITERS)  # until train.py sets them
+    groups = [dict(group, lr=group["peak_lr"], **start) for group in groups if group["params"]]
     grouped = [name for group in groups for name, _ in group["params"]]
     if wrong := [name for name, _ in weights if grouped.count(name) != 1]:
         raise UserError(f"optimizer: not in exactly one group: {', '.join(wrong)}")
@@ -122,14 +124,11 @@ def muon_groups(model: GPT | FastGPT, c: Config) -> list[dict[str, Any]]:
         dict(mlp, params=mlps[1], weight_decay=0.22),
         dict(mlp, params=mlps[2], weight_decay=0.28),
     ]
-    return [dict(group, lr_floor=0.2, done=0.0, length=PUBLIC_ITERS) for group in groups]
+    return [dict(group, lr_floor=0.2) for group in groups]
 
 
 def set_schedule(group: dict[str, Any]) -> None:
-    """
-    Set what changes over a run in a group of muon_groups(), except the rate. train.py has set the
-    part of the run that is `done`, from 0 to 1, and the run's `length` in iterations.
-    """
+    """Set what changes over a run in a group of muon_groups(), except the rate."""
     done, length = group["done"], group["length"]
     if "momentum" in group:  # matrices
         warm = min(1.0, done / MOMENTUM_WARMUP)

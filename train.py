@@ -148,10 +148,14 @@ def main(argv: list[str]) -> int:
         # log every log_interval iterations, and after max_iters. With a fused optimizer, training
         # waits for the device only here and in pauses
         if it % c.log_interval == 0 or it + 1 == c.max_iters:
-            # the loss of this iteration alone, but the speed since the last line
-            (loss,) = ranks.sum(total_loss.item() / (len(micro_batches) * world_size()))
+            # the numbers of this iteration alone, but the speed since the last line
+            loss, *means = ranks.sum(
+                total_loss.item() / (len(micro_batches) * world_size()),
+                *(float(number) / world_size() for number in numbers.values()),
+            )
             clock.lap("steps")
-            log.report_step(it, loss, optimizer.param_groups[0], numbers)
+            own = dict(zip(numbers, means, strict=True))
+            log.report_step(it, loss, optimizer.param_groups[0], own)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
                 end_if_skipping(skips, c)
@@ -186,9 +190,10 @@ def train_step(
     update the weights once. The loss is the mean over all ranks' targets other than -1, so it does
     not depend on the micro-batch size. If a gradient is not finite, the update is skipped.
 
-    Returns the sum of the micro-batches' shares of the loss in nats, and other numbers for the log:
-    by default the gradient norm before clipping. All stay on the device, so with a fused optimizer
-    nothing in this function waits for the GPU.
+    Returns the sum of the micro-batches' shares of the loss in nats, and other numbers for the log,
+    which main() averages over the ranks: the gradient norm before clipping, and the means of what
+    forward() has left in the model's dict `numbers`. All stay on the device, so with a fused
+    optimizer nothing in this function waits for the GPU.
     """
     accum = len(micro_batches)
     is_ddp = isinstance(model, DistributedDataParallel)
@@ -196,11 +201,12 @@ def train_step(
     # Weigh each micro-batch by its targets. The mean over all micro-batches, which the division by
     # accum and DDP take, is then the mean over all targets. If none is masked, each share is 1.0
     counts = torch.stack([count_targets(targets) for _, targets, *_ in micro_batches])
-    all_targets, all_micro_batches = counts.sum(), accum
+    all_targets = counts.sum()
     if is_ddp:
         torch.distributed.all_reduce(all_targets, group=model.process_group)
-        all_micro_batches *= model.process_group.size()
-    shares = counts * all_micro_batches / all_targets.clamp(min=1)
+    shares = counts * (accum * world_size()) / all_targets.clamp(min=1)
+    unwrapped = model.module if is_ddp else model
+    numbers: dict[str, Tensor] = {}
     for micro_step, batch in enumerate(micro_batches):
         if is_ddp:  # average gradients across ranks once per iteration, in the last backward pass
             model.require_backward_grad_sync = micro_step == accum - 1
@@ -208,6 +214,10 @@ def train_step(
             loss = shares[micro_step] * model(*batch)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
         total_loss += loss.detach()
+        numbers = {  # taken from the model, or they would keep their graph in memory
+            name: numbers.get(name, 0) + shares[micro_step] * number.detach() / accum
+            for name, number in vars(unwrapped).pop("numbers", {}).items()
+        }
 
     # clip; with grad_clip = 0 the norm is only measured
     scaler.unscale_(optimizer)
@@ -228,7 +238,7 @@ def train_step(
     # Under DDP, zero the gradients instead of setting them to None. Otherwise DDP would allocate
     # each of them a second time, at 4 bytes per parameter.
     optimizer.zero_grad(set_to_none=not is_ddp)
-    return total_loss, dict(grad_norm=grad_norm)
+    return total_loss, dict(numbers, grad_norm=grad_norm)
 
 
 # -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from common.console import UserError, keep_transcript, one_line, warn
 from common.files import names_in, read_record, remove_temporaries, replacing, try_lock
+from configurator import LaunchKeys, TrainingKeys, find_keys
 from model_fast import FastConfig
 
 # -----------------------------------------------------------------------------
@@ -83,7 +84,10 @@ FORMAT = 7  # raise this when older checkpoints cannot be resumed any more; they
 
 def write(state: State, path: Path) -> None:
     """Write `state` to `path` atomically. On OSError, `path` is left as it was."""
-    parts = vars(state) | dict(format=FORMAT)
+    # Without what a run may change, so that a program without a key for training reads the weights
+    may_change = find_keys(TrainingKeys) | find_keys(LaunchKeys)
+    sizes = {name: x for name, x in state.model_config.items() if name not in may_change}
+    parts = vars(state) | dict(format=FORMAT, model_config=sizes)
     del parts["source"]
     with replacing(path) as file:
         try:

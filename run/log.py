@@ -145,7 +145,7 @@ class Log:
     # -------------------------------------------------------------------------
     # During the run
 
-    def report_step(self, it: int, loss: float, group: dict, numbers: dict) -> None:
+    def report_step(self, it: int, loss: float, group: dict, numbers: dict[str, float]) -> None:
         """
         Print the log line of iteration `it`, and write its record. time, tok/s and mfu are means
         over the iterations since the previous line: they include waits for data, but no evaluations
@@ -159,7 +159,6 @@ class Log:
         mem_gib = self.hw.peak_memory_gib()
         mfu_text = "n/a" if mfu is None else f"{mfu:.2%}"
         mem_text = f"{mem_gib:.1f}GiB" if mem_gib else "n/a"
-        numbers = {name: float(number) for name, number in numbers.items()}
         own = [f", {n.replace('_', ' ')} {x:.4g}" for n, x in numbers.items() if n != "grad_norm"]
         say(
             f"iter {it}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, mfu {mfu_text}, "

@@ -91,7 +91,8 @@ def test_newton_schulz_in_half_precision_stays_close_to_float64(dtype, tolerance
 def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
     """As in the first iteration of a matrix that feeds a matrix of zeros."""
     p = nn.Parameter(torch.randn(8, 4))
-    group = dict(muon_groups(fast_model(), RECIPE)[0], params=[p], lr=0.1, weight_decay=0.0)
+    group = muon_groups(fast_model(), RECIPE)[0] | START
+    group |= dict(params=[p], lr=0.1, weight_decay=0.0)
     optimizer, before = Muon([group], torch.float32), p.detach().clone()
     for gradient, moves in ((torch.zeros(8, 4), False), (torch.randn(8, 4), True)):
         p.grad = gradient

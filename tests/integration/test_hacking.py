@@ -32,6 +32,7 @@ from program import (
     write_tokens,
 )
 
+from run.pretrained import read_weights
 from tools.curves import draw, open_run
 
 TINY = TINY_RUN | dict(
@@ -301,21 +302,25 @@ def test_same_run_says_whether_a_changed_program_resumes_exactly(
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, HEADS, TEACHER, MIXTURE, CHOICES = (
+LOSS, HEADS, TEACHER, DIFFUSION, WRITTEN, MIXTURE, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
     for name in (
         "logsumexp(-1)",
-        "def both_losses(",
+        "self.second_head",
         "teacher: Any",
+        "masked / share",
+        "def written(",
         "class Mixture:",
         "def choices(",
     )
 )
 # the indented blocks of the page, in its order
-HEAD, ZERO, ADD, RETURN, READ_TEACHER, TEACH, SECOND, REFUSE, MIX, NUMBER = re.findall(
+HEAD, READ_TEACHER, TEACH, WRITE, REWARD, SECOND, REFUSE, MIX, NUMBER = re.findall(
     r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
 )
 (WEIGH,) = re.findall(r"`(return x, y, .*?)`", PAGE)
+((ALL, EACH),) = re.findall(r"`(\[windows\])` for `(.*?)`", PAGE)
+(SEEDS,) = re.findall(r"begin `run_code` there with `(.*?)` and\n *`(.*?)`", PAGE)
 # the batch size doubles at iteration 4
 (DOUBLED,) = re.findall(r"`(return self\.tokens_per_iter \* \(last.*?)`", PAGE)
 DOUBLING = {
@@ -332,24 +337,19 @@ class TrainingKeys:
 class LaunchKeys:
     second: Location = ""
 """
-BIAS_LINE = "    bias: Tensor | None = None,\n    weights: Tensor | None = None,\n"
-RETURN_LINE = "    return total_loss, dict(grad_norm=grad_norm)\n"
 DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
 MODEL_LINE = "    model = make_model(sizes, c.seed, hw, state)\n"
 RECORD_LINE = "            log.report_eval(it, measured, complete)\n"
 EDITS = [(DATA_LINE, DATA_LINE + SECOND), (RECORD_LINE, NUMBER + RECORD_LINE)]
-HEAD_EDITS = [
-    (line := "        self.init_weights()\n", HEAD + line),
-    (line := "    for micro_step, batch in enumerate(micro_batches):\n", ZERO + line),
-    (line := "        total_loss += loss.detach()\n", line + ADD),
-    (RETURN_LINE, RETURN),
-]
+HEAD_EDITS = [(line := "        self.init_weights()\n", HEAD + line)]
 TEACHER |= {"configurator.py": 'class LaunchKeys:\n    teacher: Location = ""'}
 TEACHER_EDITS = [
     (DATA_LINE, DATA_LINE + READ_TEACHER),
     (MODEL_LINE, MODEL_LINE + TEACH),
-    (BIAS_LINE, BIAS_LINE + "    *more: Tensor,\n"),
-    ("in (targets, weights) if", "in (targets, weights, *more) if"),
+]
+WRITTEN_EDITS = [
+    (line := "        micro_batches = batches.take(it)\n", line + WRITE),
+    (line := "        batches.read_ahead(it + 1)  # while the device works\n", REWARD + line),
 ]
 MIXTURE_EDITS = [
     (DATA_LINE, DATA_LINE + SECOND + REFUSE),
@@ -368,7 +368,8 @@ class LaunchKeys:
 
 def edited(program: Path, *edits: tuple[str, str]) -> Path:
     """Replace lines that a changed program has once, as the page says."""
-    paths = [program / name for name in ("train.py", "model.py", "data/loader.py")]
+    names = ("train.py", "model.py", "data/loader.py", "machine/compile_check.py")
+    paths = [program / name for name in names]
     for old, new in edits:
         texts = {path: path.read_text("utf-8") for path in paths}
         assert "".join(texts.values()).count(old) == 1, old
@@ -415,6 +416,7 @@ def test_the_documented_z_loss_acts_in_training_alone_and_a_resume_may_change_it
     evaluated = [Run(program / name).evals("val_loss")[0] for name in ("z", "second")]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-6)
     assert Run(program / "z").state(8)["config"]["z_loss"] == 0.0
+    read_weights(str(program / "z/ckpt-00000004.pt"))  # by this program, which has no such key
 
 
 def test_the_documented_second_validation_set_is_checked_printed_recorded_and_drawn(documented):
@@ -439,7 +441,7 @@ def test_the_documented_number_is_printed_recorded_and_compared(documented):
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 
 
-TEACHERS = [dict(teacher=f"before/ckpt-0000000{it}.pt") for it in (8, 4)]
+TEACHERS = [dict(teacher="before"), dict(teacher="before/ckpt-00000004.pt")]
 DOCUMENTED = {  # the page's code and edits, the change's keys, and values that a resume refuses
     "a second head": (HEADS, HEAD_EDITS, {}, {}),
     "a teacher": (TEACHER, TEACHER_EDITS, *TEACHERS),
@@ -469,8 +471,8 @@ def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
     for result in finish_ranks(start_ranks(2, *words, cwd=program)):
         assert result.code == 0, result.err
     one, two = (Run(program / name) for name in ("whole", "ranks"))
-    names = ("loss", "second_loss") if name == "a second head" else ("loss",)
-    for number in names:
+    own = {"a second head": ["second_loss"], "a teacher": ["kl"]}
+    for number in ["loss", *own.get(name, [])]:
         assert two.steps(number) == pytest.approx(one.steps(number), rel=1e-4)
     assert two.evals("val_loss") == pytest.approx(one.evals("val_loss"), rel=1e-4)
     # each change acts: on the first iteration's loss, or later on what training reads
@@ -480,3 +482,75 @@ def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
         total = 4 * 128 + 4 * 256
         assert one.column("end", "tokens")[-1] == total
         assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in straight.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "files, edits", [(DIFFUSION, []), (WRITTEN, WRITTEN_EDITS)], ids=["diffusion", "policy"]
+)
+def test_a_documented_change_that_draws_trains_evaluates_and_resumes_exactly(
+    files, edits, tokens, tmp_path
+):
+    """Two ranks draw other numbers than one process, so compare a resume on two with two."""
+    program = edited(changed(tmp_path / "program", files), *edits)
+    keys = dict(dataset=tokens, learning_rate=0.03, batch_size=16)
+    evaluation = training(**keys, out_dir="whole", eval_only=True)
+    _, evaluated = resumed(program, evaluation, **keys)
+    whole = Run(program / "whole")
+    assert f"\nval_loss: {whole.evals('val_loss')[-1]:.4f}" in evaluated.out
+    for out_dir in ("ranks", "again"):
+        words = training(**keys, checkpoint_interval=1, out_dir=out_dir)[1:]
+        for result in finish_ranks(start_ranks(2, *words, cwd=program)):
+            assert result.code == 0, result.err
+        later = shutil.ignore_patterns("*[4-8].pt")
+        if out_dir == "ranks":
+            shutil.copytree(program / "ranks", program / "again", ignore=later)
+    assert_same_run(program / "again", program / "ranks", 8)
+    if edits:
+        for run in (whole, Run(program / "ranks")):
+            rewards = run.steps("reward")
+            assert sum(rewards[4:]) > 2 * sum(rewards[:4])
+
+
+# a term that compares the sequences of a batch, and so is not the mean of each sequence's
+ACROSS = {
+    "model.py": """
+of_each = GPT.forward
+
+def forward(self, idx, targets=None):
+    loss = of_each(self, idx, targets)
+    return loss if targets is None else loss + self.hidden(idx).mean((0, 1)).square().sum()
+
+GPT.forward = forward
+"""
+}
+FIRST_LINE = "    device = next(model.parameters()).device\n"
+EDITED_CHECKS = {
+    "a term over the batch": (ACROSS, [(EACH, ALL)]),
+    "random numbers": (
+        DIFFUSION,
+        [(EACH, ALL), (FIRST_LINE, "".join(f"    {line}\n" for line in SEEDS) + FIRST_LINE)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITED_CHECKS)
+def test_a_documented_edit_lets_the_check_of_compiled_code_pass(name, tokens, tmp_path):
+    """Put eager code in the place of compiled code."""
+    files, edits = EDITED_CHECKS[name]
+    command = training(dataset=tokens, max_iters=1, compile=True, out_dir="out")
+    unchanged = ["-c", "torch.compile = lambda call: call"]
+    program = changed(tmp_path / "program", files)
+    (before,) = launches(program, unchanged, command)
+    refused(before, "compile: ")
+    (after,) = launches(edited(program, *edits), unchanged, command)
+    assert after.code == 0, after.err
+
+
+@pytest.mark.slow
+def test_a_model_that_draws_trains_compiled_with_the_documented_edit(tokens, tmp_path):
+    files, edits = EDITED_CHECKS["random numbers"]
+    program = edited(changed(tmp_path / "program", files), *edits)
+    command = training(dataset=tokens, max_iters=1, compile=True, out_dir="out")
+    result = finish(start(*command, cwd=program, cold=True), timeout=600)
+    assert result.code == 0, result.err
