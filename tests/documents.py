@@ -8,7 +8,6 @@ import json
 import random
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -106,16 +105,13 @@ def on_hub(*files):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answer the requests that the datasets library sends to the Hugging Face hub."""
+    """Answer what Hugging Face's libraries ask of the hub about one dataset, under two names."""
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}
     newest = REVISION
-    troubles: dict[int, str | int] = {}  # what happens at the n-th range request
-    ranges = 0  # the number of range requests so far
-    etags = "sha256"
+    away: set[str] = set()  # files that are listed but not sent
     wrong: set[str] = set()  # files that are sent once with wrong bytes
-    allowed: dict[str, int] = {}  # range requests for a file until the hub refuses it
 
     def log_message(self, *_):
         pass
@@ -131,24 +127,25 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(self.path.partition("?")[0])
-        asked = re.match(r"/api/datasets/(org/name|kjj0/fineweb10B-gpt2)(?=/|$)", path)
-        rest = path[asked.end() :] if asked else ""
-        if asked and rest in ("", "/revision/main", f"/revision/{REVISION}"):
-            sha = REVISION if path.endswith(REVISION) else self.newest
-            siblings = [{"rfilename": name} for name in self.files]
-            about = dict(id=asked[1], sha=sha, siblings=siblings, tags=[])
+        asked = re.match(r"(?:/api)?/datasets/(?:org/name|kjj0/fineweb10B-gpt2)(/.*)?$", path)
+        rest = (asked[1] or "") if asked else "/none"
+        name = re.split(f"/{REVISION}/|/main/", rest)[-1]
+        if rest in ("", "/revision/main", f"/revision/{REVISION}"):
+            sha = REVISION if rest.endswith(REVISION) else self.newest
+            siblings = [dict(rfilename=file) for file in self.files]
+            about = dict(id="org/name", sha=sha, siblings=siblings, tags=[])
             self.answer(200, json.dumps(about).encode())
         elif rest.startswith(f"/tree/{REVISION}"):
-            folder = path.partition(REVISION)[2].strip("/")
-            inside = [name for name in self.files if name.rpartition("/")[0] == folder]
+            folder = rest.removeprefix(f"/tree/{REVISION}").strip("/")
             entries = [
-                dict(type="file", path=name, size=len(self.files[name]), oid=name)
-                for name in inside
+                dict(type="file", path=file, size=len(content), oid=file)
+                for file, content in self.files.items()
+                if file.rpartition("/")[0] == folder
             ]
             if not folder:
                 entries.append(dict(type="directory", path="small", size=0, oid="small"))
             self.answer(200, json.dumps(entries).encode())
-        elif (name := re.split(f"/{REVISION}/|/main/", path)[-1]) in self.files:
+        elif name in self.files:
             self.send_file(name, self.files[name])
         else:
             self.answer(404, X_Error_Code="EntryNotFound")
@@ -156,36 +153,18 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_file(self, name: str, content: bytes) -> None:
-        if not self.headers.get("Range"):
-            etag = hashlib.new(Hub.etags, content).hexdigest()
-            if self.command == "GET" and name in Hub.wrong:
-                Hub.wrong.remove(name)
-                content = content[::-1]
-            self.answer(200, content, ETag=f'"{etag}"')
-        elif Hub.allowed.get(name) == 0:
-            self.answer(410)
-        else:
-            Hub.allowed[name] = Hub.allowed.get(name, 10**9) - 1
-            Hub.ranges += 1
-            trouble = Hub.troubles.pop(Hub.ranges, None)
-            if isinstance(trouble, int):
-                self.answer(trouble)
-                return
-            if trouble == "slow":
-                time.sleep(3)
-            begin, _, end = self.headers["Range"].removeprefix("bytes=").partition("-")
-            first, last = int(begin), int(end or len(content))
-            part = content[first : last + 1]
-            where = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
-            if trouble == "break":
-                self.send_response(206)
-                self.send_header("Content-Length", str(len(part)))
-                self.send_header("Content-Range", where)
-                self.end_headers()
-                self.wfile.write(part[: len(part) // 2])
-                self.close_connection = True
-                return
-            self.answer(206, part, Content_Range=where)
+        if asked := self.headers.get("Range"):
+            first, last = asked.removeprefix("bytes=").split("-")
+            part = content[int(first) : int(last or len(content)) + 1]
+            where = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+            status = 410 if name in self.away else 206
+            self.answer(status, part, Content_Range=where)
+            return
+        etag = hashlib.sha256(content).hexdigest()
+        if self.command == "GET" and name in self.wrong:
+            self.wrong.remove(name)
+            content = content[::-1]
+        self.answer(200, content, ETag=f'"{etag}"')
 
 
 @contextmanager
@@ -194,12 +173,10 @@ def serve_hub(source: Path, inside: str = "small/") -> Iterator[str]:
     Serve the files of a folder as the dataset org/name, and as the one that train.py downloads, in
     the folder `inside` or, if it is empty, at the top. Yield the hub's address.
     """
-    Hub.ranges = 0
+    Hub.newest, Hub.away, Hub.wrong = REVISION, set(), set()
     Hub.files = {"README.md": CARD.encode()}
-    for path in source.iterdir():
-        Hub.files[f"{inside}{path.name}"] = path.read_bytes()
+    Hub.files |= {f"{inside}{path.name}": path.read_bytes() for path in source.iterdir()}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    Hub.allowed, Hub.newest, Hub.troubles, Hub.wrong = {}, REVISION, {}, set()

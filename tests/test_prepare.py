@@ -373,13 +373,10 @@ def test_documents_are_read_only_so_far_ahead():
 # The hub
 
 # As on Windows, there are no symbolic links, about which the hub's library would warn at length.
-# Pauses take no time, but each is printed.
 ON_THE_HUB = """
 import os, runpy, sys, time
-import data.text, data.writer
-data.text.HUB_TIMEOUT = 1
-# so that shards are finished before the last file is read
-data.writer.READ_AHEAD = 0
+import data.writer
+data.writer.READ_AHEAD = 0  # so that shards are finished before the last file is read
 def refuse(*_, **__):
     raise OSError(22)
 os.symlink = refuse
@@ -390,54 +387,43 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def from_hub(address: str, out: Path, *more: str):
-    """Start a preparation that reads from a local server in place of the hub."""
-    flags = [*FLAGS, "--name=small", "--shard_tokens=4k", f"--out={out}"]
+def from_hub(address: str, out: Path, *more: str) -> Result:
+    """Prepare in a process that reads from a local server in place of the hub."""
+    flags = [*FLAGS, "--name=small", "--shard_tokens=4k", "--seed=17", f"--out={out}"]
     flags += ["--workers=1"]  # one thread reads less ahead
     hub = dict(HF_ENDPOINT=address, HF_HOME=str(out.parent), HF_HUB_OFFLINE="0")
-    return start("-c", ON_THE_HUB, str(ROOT / FINEWEB), *flags, *more, **hub)
+    return finish(start("-c", ON_THE_HUB, str(ROOT / FINEWEB), *flags, *more, **hub))
 
 
 def test_the_hubs_files_make_the_shards_that_local_files_make(tmp_path):
-    """
-    Stop when the hub fails. The same command continues at the same revision, also if the hub
-    answers some requests late, in part, or with an error.
-    """
+    """Stop when the hub fails. The same command continues at the same revision."""
     source, out = tmp_path / "source", tmp_path / "out"
     files = [write_parquet(source / "a.parquet", TEXTS[:350])]
     files.append(write_jsonl(source / "b.jsonl", TEXTS[350:]))
     with on_hub(*files):
         prepare(*FLAGS, "--shard_tokens=4k", "--seed=17", f"--out={tmp_path / 'straight'}")
     with serve_hub(source) as address:
-        Hub.allowed = {"small/b.jsonl": 0}  # no requests
-        code, _, err = finish(from_hub(address, out, "--seed=17"))
-        assert code == 1, err
-        assert err.startswith("error: hf://datasets/org/name@") and "repeat the command" in err
+        Hub.away = {"small/b.jsonl"}
+        refused(from_hub(address, out), "hf://datasets/org/name@", "repeat the command")
         assert 0 < len(digests(out)) < len(digests(tmp_path / "straight"))
-        Hub.allowed, Hub.newest = {}, "b" * 40  # a newer revision has appeared
-        Hub.ranges, Hub.troubles = 0, {1: "slow", 2: "break", 3: 429, 4: 503}
-        code, _, err = finish(from_hub(address, out, "--seed=17"))
+        Hub.away, Hub.newest = set(), "b" * 40  # a newer revision has appeared
+        code, _, err = from_hub(address, out)
         assert code == 0, err
-        assert not Hub.troubles  # all of them were met
     assert digests(out) == digests(tmp_path / "straight")
     assert manifest_of(out)["revision"] == REVISION
     # now that the folder is finished, the hub may be away
-    code, said, err = finish(from_hub(address, out, "--seed=17"))
+    code, said, err = from_hub(address, out)
     assert (code, err) == (0, "") and "complete, nothing to do" in said
 
 
-def test_without_a_network_nothing_is_begun(tmp_path):
-    result = finish(from_hub("http://127.0.0.1:9", tmp_path / "out"))
-    refused(result, "org/name: ", "check the names and the network")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("flag", ["--dataset=org/nobody", "--name=large"])
-def test_a_dataset_that_is_not_on_the_hub_is_refused_at_once_in_one_line(flag, tmp_path):
+@pytest.mark.parametrize("flag", ["--dataset=org/nobody", "--name=large", "no network"])
+def test_a_dataset_that_cannot_be_had_is_refused_at_once_in_one_line(flag, tmp_path):
     source = write_jsonl(tmp_path / "source/a.jsonl", TEXTS).parent
     with serve_hub(source) as address:
-        result = finish(from_hub(address, tmp_path / "out", flag))
-    refused(result, "check the names", "set HF_TOKEN")
+        if flag == "no network":
+            address, flag = "http://127.0.0.1:9", "--name=small"
+        result = from_hub(address, tmp_path / "out", flag)
+    refused(result, "check the names and the network", "set HF_TOKEN")
     assert not (tmp_path / "out").exists()
 
 
