@@ -3,7 +3,6 @@ Check what becomes a document: files, folders and patterns, text in common encod
 parquet. The commands prepare each source, and the tests read the shards back.
 """
 
-import codecs
 import gzip
 import json
 from pathlib import Path
@@ -14,8 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from documents import check_folder, manifest_of, on_hub, stored, stored_texts, write_parquet
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from program import Result, refused, run
 
+from data.text import Place, Source
 from data.tokenizer import Tokenizer
 
 FILLING = [f"filling {n} " * 9 for n in range(60)]  # so that each split has enough text
@@ -56,6 +58,63 @@ def write_lines(name: str, lines: list[bytes]) -> str:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_bytes(b"\n".join(lines))
     return name
+
+
+# -----------------------------------------------------------------------------
+# Any text, in any form
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return b"".join(b'{"text": %s}\n' % json.dumps(text).encode() for text in texts)
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, "zstd", asbytes=True)
+
+
+def in_two(pack, content: bytes) -> bytes:
+    """Pack the two halves of a file, which are then behind one another."""
+    return pack(content[: len(content) // 2]) + pack(content[len(content) // 2 :])
+
+
+def parquet_of(rows: list, column: str = "text", kind: pa.DataType | None = None) -> bytes:
+    table = pa.table({column: pa.array(rows, pa.binary() if kind is None else kind)})
+    pq.write_table(table, buffer := pa.BufferOutputStream(), row_group_size=7)
+    return buffer.getvalue().to_pybytes()
+
+
+FORMS = {  # the name of a file, and what it holds if these are its texts
+    "a.jsonl": jsonl,
+    "a.ndjson": jsonl,
+    "a.jsonl.gz": lambda texts: in_two(gzip.compress, jsonl(texts)),
+    "a.json.gz": lambda texts: gzip.compress(jsonl(texts)),
+    "a.ndjson.zst": lambda texts: zstd(jsonl(texts)),
+    "a.jsonl.zst": lambda texts: in_two(zstd, jsonl(texts)),
+    "binary.parquet": lambda texts: parquet_of([text.encode() for text in texts]),
+    "string.parquet": lambda texts: parquet_of(texts, kind=pa.string()),
+    "large.parquet": lambda texts: parquet_of(texts, kind=pa.large_string()),
+    "table.parquet": lambda texts: parquet_of(texts, kind=pa.dictionary(pa.int8(), pa.string())),
+    "a.txt": lambda texts: MARK.join(texts).encode(),
+    "marked.txt": lambda texts: MARK.join(texts).encode("utf-8-sig"),
+    "utf16.txt": lambda texts: MARK.join(texts).encode("utf-16"),
+    # these hold one text
+    "utf16_be.md": lambda texts: f"\ufeff{''.join(texts)}".encode("utf-16-be"),
+    "windows.md": lambda texts: "".join(texts).replace("\n", "\r\n").encode(),
+    "old_mac.py": lambda texts: "".join(texts).replace("\n", "\r").encode(),
+}
+MARK = "<|endoftext|>\n"
+LETTERS = st.characters(codec="utf-8", exclude_characters="\0\r\ufeff")
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[*HealthCheck])
+@given(texts=st.lists(st.text(LETTERS), min_size=1, max_size=20))
+@example(texts=["Über die Größe der Straße – 5 €.\n", "", "漢字 🙂"])
+def test_any_text_is_read_as_it_is_in_any_form(name, texts):
+    Path(name).write_bytes(FORMS[name](texts))
+    read = [text for _, text in Source([name]).rows(Place()) if text]
+    texts = ["".join(texts)] if name.endswith((".md", ".py")) else texts
+    assert read == [text for text in texts if text and not text.isspace()]
 
 
 # -----------------------------------------------------------------------------
@@ -113,31 +172,14 @@ def test_linked_folders_are_read_once_and_a_broken_link_to_text_is_refused():
 def test_a_file_that_cannot_be_read_is_refused_with_the_kinds_that_can(name):
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("words " * 90)
-    for given in (name, f"{name[:3]}*", name.partition("/")[0]):
-        refused(prepare_text(given), given, ".txt, .md, .py, .parquet, .jsonl")
+    for word in (name, f"{name[:3]}*", name.partition("/")[0]):
+        refused(prepare_text(word), word, ".txt, .md, .py, .parquet, .jsonl")
 
 
 # -----------------------------------------------------------------------------
 # Text files
 
 GERMAN = "Über die Größe der Straße – 5 €.\n" * 30
-ENCODINGS = {  # what a file holds, with the text that it means
-    "utf-8": (GERMAN.encode(), GERMAN),
-    "with a mark": (codecs.BOM_UTF8 + GERMAN.encode(), GERMAN),
-    "Windows' line ends": (GERMAN.replace("\n", "\r\n").encode(), GERMAN),
-    "an old Mac's": (GERMAN.replace("\n", "\r").encode(), GERMAN),
-    "UTF-16": (GERMAN.encode("utf-16"), GERMAN),
-    "UTF-16, other end first": (codecs.BOM_UTF16_BE + GERMAN.encode("utf-16-be"), GERMAN),
-}
-
-
-@pytest.mark.parametrize("name", ENCODINGS)
-def test_unicode_is_read_whatever_its_marks_and_line_ends(name):
-    content, text = ENCODINGS[name]
-    Path("a.txt").write_bytes(content)
-    result = prepare_text("a.txt", "--val_fraction=0.2")
-    assert (result.code, result.err) == (0, "")
-    check_folder(Path("out"), [text])
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
@@ -194,41 +236,17 @@ ROWS = {
     "a list": (b'{"text": ["words"]}', None),
     "blank": (b" \t", None),
 }
-
-
 ROW_LINES = [json.dumps(dict(text=text)).encode() for text in FILLING]
 
 
-def zstd(content: bytes) -> bytes:
-    return pa.compress(content, "zstd", asbytes=True)
-
-
-@pytest.mark.parametrize(
-    "name, pack",
-    [
-        *((name, bytes) for name in ("a.jsonl", "a.ndjson")),
-        *((name, gzip.compress) for name in ("a.jsonl.gz", "a.json.gz")),
-        *((name, zstd) for name in ("a.jsonl.zst", "a.ndjson.zst")),
-        ("two_members.jsonl.gz", lambda rows: gzip.compress(rows[:99]) + gzip.compress(rows[99:])),
-        ("two_frames.jsonl.zst", lambda rows: zstd(rows[:99]) + zstd(rows[99:])),
-    ],
-)
-def test_jsonl_rows_with_a_text_field_are_read_and_others_left_out(name, pack):
-    lines = [line for line, _ in ROWS.values()] + ROW_LINES
-    Path(name).write_bytes(pack(b"\n".join(lines)))
-    check_rows(name, [text for _, text in ROWS.values() if text] + FILLING)
+def test_jsonl_rows_with_a_text_field_are_read_and_others_left_out():
+    source = write_lines("a.jsonl", [line for line, _ in ROWS.values()] + ROW_LINES)
+    check_rows(source, [text for _, text in ROWS.values() if text] + FILLING)
 
 
 def among_rows(line: bytes) -> bytes:
     """Return a file with this line, as line 62, among good ones."""
     return b"\n".join([*ROW_LINES, b"", line, *ROW_LINES])
-
-
-def parquet_of(rows: list[bytes], column: str = "text") -> bytes:
-    pq.write_table(
-        pa.table({column: pa.array(rows, pa.binary())}), buffer := pa.BufferOutputStream()
-    )
-    return buffer.getvalue().to_pybytes()
 
 
 REFUSED = [  # a file, what it holds, words of the error
@@ -263,15 +281,6 @@ def test_the_text_field_flag_reads_the_text_from_another_field():
     write_parquet(Path("source/b.parquet"), FILLING, column="body")
     check_rows("source", FILLING * 2, "--text_field=body")
     assert manifest_of(Path("out"))["text_field"] == "body"
-
-
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), "dictionary"])
-def test_parquet_text_is_read_from_string_binary_and_dictionary_columns(kind):
-    texts = ["café", None, *FILLING]
-    column = pa.array(texts)
-    column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
-    pq.write_table(pa.table({"text": column}), "a.parquet", row_group_size=7)
-    check_rows("a.parquet", ["café", *FILLING])
 
 
 def test_rows_without_text_in_utf8_are_left_out_and_counted():
