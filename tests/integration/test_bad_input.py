@@ -13,7 +13,6 @@ import pickle
 import shutil
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 import torch
 from char_dataset import write_letters
@@ -212,20 +211,9 @@ def write_hub_models() -> None:
     Path("llama/config.json").write_text(config.replace('"gpt2"', '"llama"'))
 
 
-def write_texts() -> None:
-    text = "It was a dark and stormy night.\n" * 300
-    Path("book.txt").write_text(text)
-    Path("book.docx").write_bytes(b"PK\3\4")
-    Path("latin1.txt").write_bytes(("x\n" * 2 + "caf\u00e9 " * 99).encode("latin1"))
-    Path("empty.jsonl").write_text("")
-    Path("garbage.parquet").write_bytes(bytes(range(200)))
-    lists = pyarrow.table({"text": [["It", "was"]] * 300, "n": [1] * 300})
-    pyarrow.parquet.write_table(lists, "lists.parquet")
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """Create the folder in which check() runs the commands."""
+    """Create the folder in which the commands run."""
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -236,46 +224,16 @@ def world(tmp_path_factory) -> Path:
         Path("typo.py").write_text("n_layers = 2\n")
         write_folders_of_tokens()
         write_nanogpts_folders()
-        write_texts()
+        Path("book.txt").write_text("It was a dark and stormy night.\n" * 300)
         write_runs()
         write_hub_models()
     return folder
 
 
 def listing(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return all paths in a folder, with the size and the time of the last change of files."""
+    """Return all paths in a folder, with the size and the time of the last change."""
     stats = {path: path.lstat() for path in folder.rglob("*")}
-    return {
-        path: (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
-        for path, stat in stats.items()
-    }
-
-
-def assert_refused(lines: list[str], expected: tuple[str, ...]) -> None:
-    """
-    Check that there is one error per expected text, with all words of the text, and that the other
-    lines are warnings. An indented line continues the line before.
-    """
-    lines = "\n".join(lines).replace("\n    ", " ").splitlines()
-    errors = [line for line in lines if line.startswith("error: ")]
-    assert all(line.isprintable() for line in lines), lines
-    assert all(line.startswith(("error: ", "warning: ")) for line in lines), lines
-    assert len(errors) == len(expected), lines
-    for words in expected:
-        assert any(all(word in line for word in words.split()) for line in errors), (words, lines)
-
-
-def check(folder: Path, monkeypatch, command: str, *expected: str) -> None:
-    for words in expected:
-        assert not all(word in command for word in words.split()), "asks only for its own command"
-    monkeypatch.chdir(folder)
-    before = listing(folder)
-    script, *arguments = command.split()
-    result = run(script, *arguments)
-    assert result.code == 1, result
-    assert result.out == "" or result.out.endswith("holds no checkpoint: a new run begins\n")
-    assert_refused(result.err.splitlines(), expected)
-    assert listing(folder) == before
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + FIXED + TOOLS + PREPARATION
@@ -283,4 +241,16 @@ BAD_STARTS = COMMAND_LINE + DATA + FOLDERS + FIXED + TOOLS + PREPARATION
 
 @pytest.mark.parametrize("row", BAD_STARTS, ids=[row[0] for row in BAD_STARTS])
 def test_a_bad_command_prints_one_error_per_problem_and_changes_no_file(row, world, monkeypatch):
-    check(world, monkeypatch, *row)
+    command, *expected = row
+    monkeypatch.chdir(world)
+    before = listing(world)
+    code, out, err = run(*command.split())
+    assert code == 1 and (out == "" or out.endswith("holds no checkpoint: a new run begins\n"))
+    lines = err.replace("\n    ", " ").splitlines()  # an indented line continues the line before
+    assert all(line.isprintable() and line.startswith(("error: ", "warning: ")) for line in lines)
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == len(expected), err
+    for words in map(str.split, expected):
+        assert any(all(word in line for word in words) for line in errors), (words, err)
+        assert not all(word in command for word in words), "asks only for its own command"
+    assert listing(world) == before
