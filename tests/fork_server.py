@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["tests.warm_torch"])
+SERVERS_NAME = "tests.fork_server"  # of this module in the process that forks the others
+FORK.set_forkserver_preload([SERVERS_NAME])
 
 
 class ForkedProcess(FORK.Process):
@@ -74,3 +75,26 @@ class ForkedProcess(FORK.Process):
         if self.exitcode is None:
             raise subprocess.TimeoutExpired(self.arguments, timeout)
         return self.exitcode
+
+
+def warm_up() -> None:
+    """
+    Import torch and count the FLOPs of two tiny models. With what torch then remembers, a forked
+    process takes two thirds of the time to begin a run. Forget the program again, because a forked
+    process may run a changed copy of it.
+    """
+    import torch._dynamo  # which torch imports with the first optimizer  # noqa: F401
+
+    from machine.cost import count_flops
+    from model import GPTConfig
+    from model_fast import FastConfig
+
+    for sizes in (GPTConfig, FastConfig):
+        count_flops(sizes(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=128))
+    scripts = ("common", "configurator", "data", "machine", "model", "model_fast", "optimizer")
+    for name in [name for name in sys.modules if name.split(".")[0] in scripts]:
+        del sys.modules[name]
+
+
+if __name__ == SERVERS_NAME:
+    warm_up()
