@@ -72,6 +72,8 @@ FOREIGN = {
 @pytest.mark.parametrize("order", [checkpoint.newest_first, checkpoint.best_first])
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
 def test_a_checkpoint_of_another_program_or_version_is_refused_as_such(content, order, tmp_path):
+    """Do not continue from an older checkpoint, which would silently lose iterations."""
+    checkpoint.write(state(1, None), tmp_path / checkpoint_name(1))
     torch.save(content, tmp_path / checkpoint_name(2))
     with pytest.raises(UserError, match="another version or program"):
         checkpoint.state_of(*checkpoint.load_first(tmp_path, order))

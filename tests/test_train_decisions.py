@@ -15,35 +15,26 @@ from train import evaluation_due, get_lr, run_length, save_due, why_over
 # Each question by itself
 
 
-def asked(question, *arguments):
-    """Ask twice, check that both answers agree and no argument changed, and return the answer."""
-    before = repr(arguments)
-    answer = question(*arguments)
-    assert question(*arguments) == answer and repr(arguments) == before
-    assert question == why_over or isinstance(answer, bool)
-    return answer
-
-
 def test_a_run_is_over_for_the_first_reason_that_applies():
     def over(hours=0.5, it=7, **keys):
-        return asked(why_over, Config(**keys), it, hours)
+        return why_over(Config(**keys), it, hours)
 
     assert over(max_iters=8) == ""
     assert over(max_iters=7) == "max_iters"
     assert over(max_iters=6) == "max_iters"  # a resume with a smaller max_iters
-    assert asked(why_over, Config(hours=1.0), 7, 0.99) == ""
-    assert asked(why_over, Config(hours=1.0), 7, 1.0) == "hours"
-    assert asked(why_over, Config(hours=1.0, max_iters=7), 7, 1.0) == "max_iters"
+    assert why_over(Config(hours=1.0), 7, 0.99) == ""
+    assert why_over(Config(hours=1.0), 7, 1.0) == "hours"
+    assert why_over(Config(hours=1.0, max_iters=7), 7, 1.0) == "max_iters"
 
 
 def test_a_run_evaluates_at_every_interval():
-    due = [it for it in range(41) if asked(evaluation_due, Config(eval_interval=10), it)]
+    due = [it for it in range(41) if evaluation_due(Config(eval_interval=10), it)]
     assert due == [0, 10, 20, 30, 40]
 
 
 def test_a_run_saves_at_intervals_and_after_an_evaluation():
     def due(it=20, since_save=10.0, val_loss=None, interval=15):
-        return asked(save_due, Config(checkpoint_interval=interval), it, val_loss, since_save)
+        return save_due(Config(checkpoint_interval=interval), it, val_loss, since_save)
 
     assert [it for it in range(46) if due(it)] == [15, 30, 45]
     assert not due(0) and not due(0, val_loss=5.6)  # the untrained model

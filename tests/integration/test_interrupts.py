@@ -215,16 +215,6 @@ def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, ran):
     assert (group["betas"][0], group["weight_decay"]) == (0.7, 0.3)
 
 
-@pytest.mark.parametrize("saved", [0, 8])  # 0: initial weights and no optimizer state
-def test_a_resume_takes_model_data_and_seed_from_the_checkpoint(saved, tiny, ran, unbroken):
-    """Resume without typing the model's sizes, the dataset and the seed again."""
-    train(**tiny | dict(max_iters=saved))
-    for name in ("n_layer", "n_head", "n_embd", "block_size", "seed", "dataset"):
-        del tiny[name]
-    train(**tiny, init_from="resume")
-    assert_same_run(unbroken, ran.out_dir, 12)
-
-
 # -----------------------------------------------------------------------------
 # Weights: the best, and those that are not saved
 

@@ -6,13 +6,9 @@ Most tests start the ranks themselves, with the environment that torchrun would 
 in which torchrun itself starts, stops and restarts ranks use the real torchrun, and are slow.
 """
 
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -30,6 +26,7 @@ from program import (
     start,
     start_ranks,
     train,
+    wait_for_line,
     write_tokens,
 )
 
@@ -138,6 +135,18 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
 # -----------------------------------------------------------------------------
 # Bad starts
 
+
+def refused_on_two_ranks(folder: Path, before: str, words: list[str], **keys) -> None:
+    """Check that two ranks, which first run `before`, end with one error line of these words."""
+    processes = start_ranks(2, *flags(**keys), script=watched(before=before), cwd=folder)
+    results = finish_ranks(processes)
+    assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
+    # once, unless this machine is too slow to end the second rank in time
+    (line,) = {*error_lines(*(result.err for result in results))}
+    assert not any("Traceback" in result.err for result in results)
+    assert all(word in line for word in words), line
+
+
 # each rank in a folder of its own, as on another machine
 APART = "os.chdir(RANK)"
 # what each rank does first, its keys, and the words of the one error line
@@ -166,15 +175,7 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
     (tmp_path / "file").touch()
     for rank in "01":
         write_tokens(tmp_path / rank / "data", [700 + int(rank)], [250])
-    script = watched(before=before)
-    processes = start_ranks(2, *flags(**tiny | changes), script=script, cwd=tmp_path)
-    results = finish_ranks(processes)
-    assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
-    # once, unless this machine is too slow to end the second rank in time
-    (line,) = {*error_lines(*(result.err for result in results))}
-    assert not any("Traceback" in result.err for result in results)
-    for word in words:
-        assert word in line
+    refused_on_two_ranks(tmp_path, before, words, **tiny | changes)
     assert not (ran.out_dir / "metrics.jsonl").exists() or not ran.steps("iter")
     assert not [*tmp_path.rglob("*.pt")]
 
@@ -192,11 +193,7 @@ def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(iters, tiny,
     keys = tiny | dict(out_dir="out")
     train(**keys | dict(out_dir=tmp_path / "0/out", max_iters=iters))
     (tmp_path / "1").mkdir()
-    processes = start_ranks(2, *flags(**keys), script=watched(before=APART), cwd=tmp_path)
-    results = finish_ranks(processes)
-    assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
-    (line,) = {*error_lines(*(result.err for result in results))}
-    assert "checkpoint" in line and "same" in line
+    refused_on_two_ranks(tmp_path, APART, ["checkpoint", "same"], **keys)
 
 
 # -----------------------------------------------------------------------------
@@ -245,34 +242,13 @@ def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
 # torchrun
 
 
-def start_torchrun(n: int, log: Path, *arguments: str) -> subprocess.Popen:
-    """Start torchrun in the log's folder, with stdout and stderr going into the log."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *arguments]
-    environment = os.environ | dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    with open(log, "a") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
-
-
-def wait_for_record(out_dir: Path, count: int, process) -> None:
-    """Wait until metrics.jsonl has this many lines."""
-    deadline = time.monotonic() + 120
-    path = out_dir / "metrics.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert process.poll() is None and time.monotonic() < deadline, "ended too early, or stuck"
-        time.sleep(0.01)
-
-
-def train_py(**keys) -> list[str]:
-    return [str(ROOT / "train.py"), *flags(**keys)]
-
-
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone, tmp_path):
-    log = tmp_path / "log"
-    keys = tiny | dict(max_iters=10**6)
-    process = start_torchrun(2, log, "--standalone", *train_py(**keys))
+def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone):
+    words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    words += [str(ROOT / "train.py"), *flags(**tiny | dict(max_iters=10**6))]
+    process = start(*words, GLOO_SOCKET_IFNAME="lo")
     try:
-        wait_for_record(ran.out_dir, 30, process)
+        wait_for_line(process, "iter 20:")
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) >= 2
         process.terminate()
@@ -282,6 +258,6 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone, 
     _, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive
     assert (ran.end["reason"], ran.end["iters"]) == ("SIGTERM", ran.saved[-1])
-    text = log.read_text()
+    text = finish(process).out
     assert text.count("\niter 9:") == text.count(f"checkpoint {ran.saved[-1]}: ") == 1  # once
     assert_same_numbers(alone, ran)
