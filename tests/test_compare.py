@@ -205,9 +205,8 @@ def test_shows_a_row_for_each_setting_that_differs(changes, differs):
 
 
 def test_shows_the_keys_of_the_last_launch():
-    starts = [dict(kind="start", config=dict(max_iters=length)) for length in (30, 60)]
-    step = dict(kind="step", iter=0, loss=3)
-    table = Table(Run("a", [*starts, step]), Run("b", [starts[0], step]))
+    short, long = (make_records({5: 3.0}, max_iters=length) for length in (30, 60))
+    table = Table(Run("a", short[:1] + long), Run("b", short))
     assert table.keys("config/") == ["config/max_iters"]
     assert table.values("config/max_iters") == [60, 30]
 
@@ -225,12 +224,10 @@ def read(val_tokens: int | None = None, **config) -> dict:
     return sizes | config | dict(start=dict(val_tokens=val_tokens))
 
 
-COMPARED = [  # of run b: its start record, the verdict on its loss, words of the reason
+COMPARED = [  # keys of both runs, the verdict on their losses
     # the same validation tokens, whatever was trained on
-    (dict(data_fingerprint="more"), LOSS, ""),
-    (dict(val_fingerprint="others"), NO, "different validation tokens"),
-]
-EVALUATED = [
+    ({}, dict(start=dict(data_fingerprint="more")), LOSS),
+    ({}, dict(start=dict(val_fingerprint="others")), NO),
     (read(eval_tokens=4096), read(eval_tokens=8192), NO),
     # as many tokens, but the windows lie at other places
     (read(9000, eval_tokens=4096), read(9000, eval_tokens=4096, block_size=1024), NO),
@@ -245,19 +242,16 @@ EVALUATED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "of_a, of_b, loss, said",
-    [({}, dict(start=start), *rest) for start, *rest in COMPARED]
-    + [(a, b, loss, "" if loss == LOSS else "eval_") for a, b, loss in EVALUATED],
-)
-def test_compares_losses_of_equal_validation_tokens_and_settings(of_a, of_b, loss, said, capsys):
+@pytest.mark.parametrize("of_a, of_b, loss", COMPARED)
+def test_compares_losses_of_equal_validation_tokens_and_settings(of_a, of_b, loss, capsys):
     """Work the evaluated windows out from each run's settings, and warn if they differ."""
     a = make_run("a", {0: 8.0, 5: 3.0}, **of_a)
     b = make_run("b", {0: 8.0, 5: 2.5}, dataset="other", **of_b)
     table = Table(a, b)
     assert table.verdicts["val_loss_at_equal_hours"] == table.verdicts[AT_EQUAL] == loss
-    assert bool(table.problem) == bool(said) and said in table.problem
-    assert ("losses are not comparable" in capsys.readouterr().err) == bool(said)
+    reason = "" if loss == LOSS else "eval_" if of_a else "different validation tokens"
+    assert reason in table.problem and bool(table.problem) == bool(reason)
+    assert ("losses are not comparable" in capsys.readouterr().err) == bool(reason)
 
 
 # -----------------------------------------------------------------------------
@@ -269,25 +263,20 @@ def make_side(name: str, losses: list[float], **keys) -> list[Run]:
     return [make_run(f"{name}-{n}", ends(x), seed=n, **keys) for n, x in enumerate(losses, start=1)]
 
 
-# Each side has three losses, 0.1 apart, with a variance of 0.01: the error of a difference is
-# sqrt(0.02 / 3), and Student's t is 2.776 with 4 degrees of freedom (any table). The base has a
-# mean of 2.1; these are the change's first losses.
+# of the three losses of a change, 0.1 apart, the first; those of the base begin with 2.0
 FIRST = [(1.7, "better"), (1.9, "inconclusive"), (2.1, "inconclusive"), (2.4, "worse")]
 
 
 @pytest.mark.parametrize("first, verdict", FIRST)
 def test_calls_a_change_better_or_worse_only_beyond_the_noise(first, verdict, capsys):
-    """Compare the mean losses of three seeds per side. The noise is computed by hand."""
+    """Compare the mean losses of three seeds per side, and print what --json gets."""
     change = make_side("idea", [first, first + 0.1, first + 0.2])
-    base = make_side("base", [2.0, 2.1, 2.2])
-    table = compare.compare_seeds(change, base)
-    out = capsys.readouterr().out
-    lines = dict(re.findall(r"^(\w+): (\S+)$", out, re.MULTILINE))
-    assert lines["verdict"] == table["verdict"] == verdict
-    expected = dict(difference=first - 2.0, noise=2.776 * math.sqrt(0.02 / 3))
-    for key, value in expected.items():
-        assert table[key] == pytest.approx(value, rel=2e-3)
-        assert float(lines[key]) == pytest.approx(table[key], abs=1e-4)
+    table = compare.compare_seeds(change, make_side("base", [2.0, 2.1, 2.2]))
+    printed = dict(re.findall(r"^(\w+): (\S+)$", capsys.readouterr().out, re.MULTILINE))
+    assert printed["verdict"] == table["verdict"] == verdict
+    # a variance of 0.01 on each side, and Student's t with 4 degrees of freedom from any table
+    for key, value in dict(difference=first - 2.0, noise=2.776 * math.sqrt(0.02 / 3)).items():
+        assert [table[key], float(printed[key])] == pytest.approx([value] * 2, rel=2e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -471,21 +460,13 @@ def test_reports_and_draws_a_real_run(tiny, ran, tmp_path):
 
 
 def test_compares_and_draws_the_seeds_of_two_sides(tmp_path):
-    idea, base = (
-        [
-            write_run(tmp_path / f"{name}-{seed}", ends(loss + seed / 1000), seed=seed)
-            for seed in (1, 2)
-        ]
-        for name, loss in (("idea", 1.0), ("base", 2.0))
-    )
-    result = run(
-        "compare.py",
-        *idea,
-        "--against",
-        *base,
-        f"--json={tmp_path / 'a/b.json'}",
-        f"--png={tmp_path / 'c'}",
-    )
+    def write_side(name: str, loss: float) -> list[Path]:
+        seeds = {1: ends(loss), 2: ends(loss + 0.001)}
+        return [write_run(tmp_path / f"{name}{n}", x, seed=n) for n, x in seeds.items()]
+
+    idea, base = write_side("idea", 1.0), write_side("base", 2.0)
+    files = [f"--json={tmp_path / 'a/b.json'}", f"--png={tmp_path / 'c'}"]
+    result = run("compare.py", *idea, "--against", *base, *files)
     assert result.code == 0 and "\nverdict: better\n" in result.out
     assert json.loads((tmp_path / "a/b.json").read_text())["verdict"] == "better"
     assert (tmp_path / "c").read_bytes().startswith(b"\x89PNG")

@@ -181,29 +181,24 @@ def test_check_accepts_a_loss_term_that_ignores_the_targets(batch):
         assert not check(right, "gpt2", "float32", batch)
 
 
-def test_check_accepts_weights_and_masks_of_targets_that_to_batch_returns():
-    """Accept them although the sequences of a micro-batch then count differently."""
+def weighted(x, y):
+    """Weigh targets, and leave out others: the sequences of a micro-batch then count differently."""
+    return x, y.masked_fill(y % 3 == 0, -1), x.float() / VOCAB - 0.3
+
+
+def uncounted(x, y):
+    """Count only targets after a special token, which random ids may not contain."""
+    return x, y.fill_(-1)
+
+
+@pytest.mark.parametrize("changed", [weighted, uncounted])
+def test_check_accepts_what_somebodys_to_batch_returns(changed):
     plain = compile_check.to_batch
-
-    def weighted(windows, device):
-        x, y = plain(windows, device)
-        return x, y.masked_fill(y % 3 == 0, -1), x.float() / VOCAB - 0.3
-
-    with mock.patch.object(compile_check, "to_batch", weighted):
+    ours = mock.patch.object(compile_check, "to_batch", lambda *words: changed(*plain(*words)))
+    with ours:
         assert not check(right, "gpt2", "float32")
-        assert check(of_loss(lambda loss: 1.01 * loss), "gpt2", "float32")
-
-
-def test_check_accepts_a_batch_in_which_no_target_counts():
-    """A user may count only targets after a special token, which random ids may not contain."""
-    plain = compile_check.to_batch
-
-    def masked(windows, device):
-        x, y = plain(windows, device)
-        return x, y.fill_(-1)
-
-    with mock.patch.object(compile_check, "to_batch", masked):
-        assert not check(right, "gpt2", "float32")
+        wrong = check(of_loss(lambda loss: 1.01 * loss), "gpt2", "float32")
+        assert bool(wrong) == (changed is weighted)
 
 
 def drawing(gpt, *batch):
