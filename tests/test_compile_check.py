@@ -182,7 +182,7 @@ def test_check_accepts_a_loss_term_that_ignores_the_targets(batch):
 
 
 def weighted(x, y):
-    """Weigh targets, and leave out others: the sequences of a micro-batch then count differently."""
+    """Weigh and leave out targets, so that the sequences of a micro-batch count differently."""
     return x, y.masked_fill(y % 3 == 0, -1), x.float() / VOCAB - 0.3
 
 
