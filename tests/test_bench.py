@@ -18,7 +18,7 @@ import psutil
 import pytest
 from cases import slow_but
 from fork_server import ForkedProcess
-from program import FAST, ROOT, flags, run, write_tokens
+from program import FAST, flags, run, start, write_tokens
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
@@ -214,12 +214,11 @@ def test_ctrl_c_kills_the_measured_process(children):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the run ends after its hours")
 def test_a_killed_bench_leaves_no_training_run_behind():
     """A program that gives bench.py a time limit kills it alone."""
-    command = [sys.executable, ROOT / "bench.py", *flags(**SIZES, device="cpu", compile=False)]
-    with subprocess.Popen(command) as bench:
-        children: list = []
-        while not any("train.py" in word for child in children for word in child.cmdline()):
-            assert bench.poll() is None
-            time.sleep(0.1)
-            children = psutil.Process(bench.pid).children()
-        bench.kill()
+    bench = start("bench.py", *flags(**SIZES, device="cpu", compile=False))
+    children: list = []
+    while not any("train.py" in word for child in children for word in child.cmdline()):
+        assert bench.poll() is None
+        time.sleep(0.1)
+        children = psutil.Process(bench.pid).children()
+    bench.kill()
     assert not psutil.wait_procs(children, timeout=20)[1]
