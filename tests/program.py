@@ -7,7 +7,7 @@ come from outside too: signals, damaged bytes, a disk that is really full, or pa
 the standard library and torch.
 
     run("train.py", *flags)          in this process: some 50 ms for a tiny run
-    start("train.py", *flags)        a process of its own, forked from one with torch: some 300 ms
+    start("train.py", *flags)        a process of its own, forked by fork_server.py: some 300 ms
     start(..., cold=True)            a fresh Python: some 3 s
     start_ranks(2, *flags)           as torchrun would start them
     changed(folder, {...})           a copy of the program with some functions replaced

@@ -29,35 +29,16 @@ def work(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def prepare_rows(source, *flags: str, out: str = "out") -> Result:
+def prepare_rows(source, *flags: str) -> Result:
     """Prepare files of rows as a dataset of the hub, which may be smaller than a text."""
     files = sorted(Path(source).iterdir()) if Path(source).is_dir() else [source]
-    flags = (
-        "--dataset=org/name",
-        "--tokenizer=byte",
-        "--val_fraction=0.01",
-        f"--out={out}",
-        *flags,
-    )
+    hub = ("--dataset=org/name", "--tokenizer=byte", "--val_fraction=0.01", "--out=out")
     with on_hub(*files), mock.patch("random.Random.shuffle", lambda *_: None):
-        return run("data/prepare_fineweb.py", *flags)
+        return run("data/prepare_fineweb.py", *hub, *flags)
 
 
 def prepare_text(*arguments) -> Result:
     return run("data/prepare_text.py", *arguments, "--out=out")
-
-
-def check_rows(source, texts: list[str], *flags: str) -> None:
-    """Prepare files of rows and check that each of these texts is stored once, in order."""
-    result = prepare_rows(source, *flags)
-    assert result.code == 0, result.err
-    check_folder(Path("out"), texts)
-
-
-def write_lines(name: str, lines: list[bytes]) -> str:
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_bytes(b"\n".join(lines))
-    return name
 
 
 # -----------------------------------------------------------------------------
@@ -240,8 +221,10 @@ ROW_LINES = [json.dumps(dict(text=text)).encode() for text in FILLING]
 
 
 def test_jsonl_rows_with_a_text_field_are_read_and_others_left_out():
-    source = write_lines("a.jsonl", [line for line, _ in ROWS.values()] + ROW_LINES)
-    check_rows(source, [text for _, text in ROWS.values() if text] + FILLING)
+    lines = [line for line, _ in ROWS.values()] + ROW_LINES
+    Path("a.jsonl").write_bytes(b"\n".join(lines))
+    assert prepare_rows("a.jsonl").code == 0
+    check_folder(Path("out"), [text for _, text in ROWS.values() if text] + FILLING)
 
 
 def among_rows(line: bytes) -> bytes:
@@ -277,9 +260,10 @@ def test_a_file_without_readable_text_is_refused_in_one_line(name, content, word
 
 
 def test_the_text_field_flag_reads_the_text_from_another_field():
-    write_lines("source/a.jsonl", [json.dumps(dict(body=text)).encode() for text in FILLING])
     write_parquet(Path("source/b.parquet"), FILLING, column="body")
-    check_rows("source", FILLING * 2, "--text_field=body")
+    Path("source/a.jsonl").write_bytes(jsonl(FILLING).replace(b'"text"', b'"body"'))
+    assert prepare_rows("source", "--text_field=body").code == 0
+    check_folder(Path("out"), FILLING * 2)
     assert manifest_of(Path("out"))["text_field"] == "body"
 
 
