@@ -455,9 +455,7 @@ def restore(state: State, optimizer, scaler) -> None:
         optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, tensors)
     if scaler.is_enabled() and state.scaler:
         scaler.load_state_dict(state.scaler)
-    if (
-        state.complete
-    ):  # it has ended with averages, if there are any, but trains on from the weights
+    if state.complete:  # back to the weights, because the run has ended with their averages
         swap_averages(optimizer)
 
 

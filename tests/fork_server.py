@@ -8,6 +8,7 @@ when it is imported, or Python's own options. Start a cold process for those.
 """
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -18,8 +19,9 @@ import sys
 import types
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch._dynamo"])  # which torch imports with the first optimizer
+FORK.set_forkserver_preload(["tests.warm_torch"])
 
 
 class ForkedProcess(FORK.Process):
@@ -31,7 +33,8 @@ class ForkedProcess(FORK.Process):
         self.files = {1: out, 2: err}
         # the child would import the tests' main module
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
-        self.start()
+        with contextlib.chdir(ROOT):  # where the server looks for what it preloads
+            self.start()
         sys.modules["__main__"] = main
 
     def run(self) -> None:

@@ -56,7 +56,7 @@ needs_signals = pytest.mark.skipif(
 
 # the keys of a run of some milliseconds; each test module adds what else its runs need
 TINY_RUN = dict(
-    n_layer=2,
+    n_layer=1,
     n_head=2,
     n_embd=32,
     block_size=16,
@@ -146,8 +146,9 @@ def start(*arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: 
             command = [sys.executable, *arguments]
             process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=err, env=environment)
         else:
-            fork = importlib.import_module("fork_server").ForkedProcess
-            process = fork([*arguments], cwd, environment, out.name, err.name)
+            from fork_server import ForkedProcess  # which Windows does not have
+
+            process = ForkedProcess([*arguments], cwd, environment, out.name, err.name)
     process.output = folder
     started.append(process)
     return process

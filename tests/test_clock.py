@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from run.clock import Clock, clock_time
+from run.clock import Clock, clock_time, training_hours
 
 
 def clock_at(seconds: float, monkeypatch, **ledger: float) -> Clock:
@@ -30,6 +30,18 @@ def test_the_save_timer_counts_from_the_start_up_and_then_from_the_end_of_a_save
         monkeypatch.setattr(time, "perf_counter", lambda: 3672.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 3675.0)
     assert clock.read()[1] == 3
+
+
+def test_the_hours_count_evaluations_samples_and_saves_but_no_compilation(monkeypatch):
+    clock = clock_at(0, monkeypatch)
+    now = iter(range(0, 100, 10))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock.lap("start-up")  # at 0; each category below begins and ends 10 seconds after the last
+    for n, category in enumerate(("compile", "evaluation", "samples", "checkpoints"), 1):
+        with clock.pause(category):
+            pass
+        counted = 2 * 10 * n - 10  # the seconds of steps between them, too
+        assert 3600 * training_hours(clock.seconds) == pytest.approx(counted), category
 
 
 def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypatch):

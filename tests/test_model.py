@@ -4,6 +4,7 @@ with each switch changed.
 """
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hf_reference import as_transformers
 
 import model as model_file
 from configurator import FIELDS, RunKeys, find_keys
-from model import GPT, ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss
+from model import GPT, ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss, prefers_plain
 from model_fast import FastConfig, build_model, config_from_dict
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
@@ -55,6 +56,23 @@ def test_logits_equal_transformers_gpt2(name, flash):
         expected = as_transformers(model.state_dict(), model.config)(idx).logits
         # 1e-4 allows for fp32 rounding of logits of about 10, in a different order of operations
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
+
+
+PLAIN = [
+    ("cpu", torch.bfloat16, 512, True),
+    ("cpu", torch.bfloat16, 513, False),
+    ("cpu", torch.float32, 64, False),
+    ("cuda", torch.bfloat16, 64, False),
+    ("mps", torch.float32, 1024, True),  # whose fused kernel may be wrong
+]
+
+
+@pytest.mark.parametrize("device, dtype, T, plain", PLAIN)
+def test_short_sequences_in_bfloat16_on_a_cpu_and_all_on_a_mac_take_plain_attention(
+    device, dtype, T, plain
+):
+    q = SimpleNamespace(device=torch.device(device), dtype=dtype, size=(1, 2, T, 8).__getitem__)
+    assert prefers_plain(q) is plain
 
 
 @pytest.mark.parametrize("cap", [None, 15.0])

@@ -150,6 +150,22 @@ def test_a_plan_for_a_cpu_has_an_mfu_by_a_measured_peak_but_no_hours_by_it():
     assert refused.code == 1 and "--iter_seconds=S" in refused.err
 
 
+EXCHANGES = [  # n GPUs send and receive (n - 1) / n of the float32 gradients twice, in seconds
+    ("a100", 8, 7 / 8 * LINK / 230e9),
+    ("4070", 2, 1 / 2 * LINK / 12e9),
+]
+
+
+@pytest.mark.parametrize("gpu, gpus, exchange", EXCHANGES)
+def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange(
+    gpu, gpus, exchange
+):
+    one = plan("gpt124m_4070", f"--gpu={gpu}")
+    p = plan("gpt124m_4070", f"--gpu={gpu}", f"--gpus={gpus}", "--watts=300")
+    assert p["iter_seconds"] == pytest.approx(one["iter_seconds"] / gpus + exchange)
+    assert p["kwh_total"] == pytest.approx(0.3 * gpus * p["hours_total"])
+
+
 # -----------------------------------------------------------------------------
 # What a run does, and what it prints
 
@@ -186,7 +202,7 @@ def test_plan_counts_the_iterations_evaluations_and_checkpoints_of_a_run(
 ):
     """Compare the size of a checkpoint too, within 5%, because the file also holds settings."""
     keys = tiny | dict(max_iters=iters, hours=hours, eval_interval=evals, checkpoint_interval=saves)
-    keys |= dict(n_embd=64, eval_tokens=96, keep_checkpoints=20)
+    keys |= dict(n_embd=64, eval_tokens=96)
     out = keys["out_dir"]
     # plan before the clock is faked, because its imports would keep the faked one
     p = plan("quickstart", *flags(**keys), "--iter_seconds=10")

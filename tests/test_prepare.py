@@ -56,6 +56,20 @@ def prepare(*arguments, script: str = FINEWEB) -> Result:
     return result
 
 
+@pytest.mark.parametrize(
+    "words, asked",
+    [
+        ("", ("HuggingFaceFW/fineweb-edu", "sample-10BT")),
+        ("--dataset=fineweb --name=sample-100BT", ("HuggingFaceFW/fineweb", "sample-100BT")),
+        ("--dataset=org/name --name=small", ("org/name", "small")),
+    ],
+)
+def test_flags_choose_the_hubs_dataset(words, asked):
+    with mock.patch("data.text.hub_files", side_effect=OSError) as hub_files:
+        assert run(FINEWEB, "--tokenizer=byte", *words.split()).code == 1
+    assert hub_files.call_args.args[:2] == asked
+
+
 def prepare_from_hub(file: str, *arguments) -> Result:
     """Run prepare_fineweb.py in this process on a dataset that consists of this file."""
     with on_hub(file):

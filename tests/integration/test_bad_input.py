@@ -20,7 +20,7 @@ from char_dataset import write_letters
 from hf_reference import random_gpt2
 from program import ROOT, TINY_RUN, run, write_tokens
 
-TINY = TINY_RUN | dict(dataset="tokens", out_dir="new")
+TINY = TINY_RUN | dict(n_layer=2, dataset="tokens", out_dir="new")
 TINY |= dict(max_iters=2, eval_interval=2, eval_tokens=64, peak_tflops=0)
 
 COMMAND_LINE = [

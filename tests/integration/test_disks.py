@@ -9,15 +9,18 @@ InProcessRun, fault_injection.py and mocks.
 
 import errno
 import os
+import re
 import shutil
 import stat
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from fault_injection import fill, free
+from fault_injection import fill, free, watched
 from program import (
+    ROOT,
     TINY_RUN,
     InProcessRun,
     Result,
@@ -219,8 +222,11 @@ def test_a_kill_before_a_disk_call_loses_only_the_iterations_since_the_last_save
         assert not leftovers(folder)
 
 
-def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tiny):
-    """Lose no checkpoint to a power cut, which erases what the system still holds in memory."""
+def test_a_save_syncs_the_log_then_the_file_before_renaming_it_then_the_folder(tiny, ran):
+    """
+    Lose no checkpoint to a power cut, which erases what the system still holds in memory. A resume
+    does not repeat the evaluation of which the log has the only record.
+    """
     calls = []
 
     def sync(file):
@@ -241,6 +247,7 @@ def test_a_save_syncs_the_file_before_renaming_it_and_the_folder_afterwards(tiny
     renames = [n for n, call in enumerate(calls) if call[0] == "rename"]
     assert len(renames) == 3  # the checkpoints at 4, 8 and 12
     for n in renames:
+        assert calls[n - 2][0] == (ran.out_dir / "metrics.jsonl").stat().st_ino
         assert calls[n - 1] == calls[n][1:]
         assert calls[n + 1] == "folder"
 
@@ -301,7 +308,7 @@ def test_an_unreadable_shard_ends_the_run_and_a_resume_continues_from_its_last_s
 
 def test_a_second_run_in_the_same_folder_is_refused_and_the_first_continues(tiny, ran):
     tiny |= dict(max_iters=10**6, eval_interval=10**6, checkpoint_interval=5)
-    first = start("train.py", *flags(**tiny))
+    first = start(*watched("time.sleep(0.03)"), *flags(**tiny))
     wait_for_line(first, "iter 9:")
     for init_from in ("scratch", "resume"):
         refused(run("train.py", *flags(**tiny | dict(max_iters=3), init_from=init_from)))
@@ -336,6 +343,44 @@ def test_a_new_run_does_not_delete_a_users_file_in_its_folder(name, tiny, ran):
     code = 1 if name.endswith(".pt") else 0
     assert run("train.py", *flags(**tiny)).code == code
     assert content in contents(ran.out_dir).values()
+
+
+def test_a_run_whose_folder_is_away_ends_at_its_save_and_continues_when_it_is_back(
+    tiny, ran, straight, tmp_path
+):
+    """Save nothing in a new folder of the same name."""
+    trainer, away = InProcessRun(), tmp_path / "away"
+    trainer.at["update", 6] = lambda: ran.out_dir.rename(away)
+    (line,) = lines(trainer.launch(**tiny).err, "error:")
+    assert str(ran.out_dir) in line and "is not saved" in line
+    assert not ran.out_dir.exists()
+    away.rename(ran.out_dir)
+    train(**tiny)
+    assert_same_run(straight, ran.out_dir, 8)
+
+
+# root may look into any folder, so these lines first give up all privileges
+UNPRIVILEGED = """
+    import ctypes
+    version_3, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(version_3, none) == 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's capabilities")
+@pytest.mark.parametrize("key", ["out_dir", "dataset"])
+def test_a_folder_without_permission_is_refused(key, tiny, tmp_path):
+    (tmp_path / "private").mkdir(mode=0)
+    keys = tiny | {key: tmp_path / "private/x"}
+    result = finish(start(*watched(before=UNPRIVILEGED), *flags(**keys)))
+    refused(result, "private/x", "Permission denied")
+    assert not tiny["out_dir"].exists()
+
+
+def test_torch_load_reads_a_checkpoint_with_the_keys_that_the_docs_list(straight):
+    page = (ROOT / "docs/internals/checkpoints.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("## The order")[0], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == Run(straight).state().keys()
 
 
 @pytest.mark.parametrize("lacks", ["os.fsync", "fcntl.lockf"])

@@ -36,6 +36,7 @@ from run.pretrained import read_weights
 from tools.curves import draw, open_run
 
 TINY = TINY_RUN | dict(
+    n_layer=2,
     learning_rate=1e-2,
     warmup_iters=2,
     max_iters=8,

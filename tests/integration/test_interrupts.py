@@ -5,6 +5,7 @@ uninterrupted one, and the interrupted run's exit code and folder tell what happ
 
 import signal
 import textwrap
+from unittest import mock
 
 import pytest
 import torch
@@ -160,14 +161,17 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights_and_goes_on_from_the_w
     """Exchange both only when the run is complete, and once, also if a kill delays its end."""
     keys, trainer = tiny | FAST, InProcessRun()
     train(**keys | dict(out_dir=tmp_path))
-    weights: list[torch.Tensor] = []  # of an embedding, before each update and after the last one
-    trainer.at["update", None] = lambda: weights.append(trainer.embedding.weight.detach().clone())
+    before: list[torch.Tensor] = []  # the weights of an embedding before each update
+    after: list[torch.Tensor] = []
+    for moment, weights in (("update", before), ("iteration", after)):
+        trainer.at[moment, None] = lambda w=weights: w.append(trainer.embedding.weight.clone())
     trainer.at["evaluation", 4] = raises(KeyboardInterrupt())
     assert trainer.launch(**keys).code == 130
     assert trainer.launch(**keys).code == 0
     assert_same_run(tmp_path, ran.out_dir, 12)
     assert trainer.launch(**keys | dict(max_iters=13, keep_checkpoints=99)).code == 0
-    for it, last in ((8, weights[8]), (12, weights[-1])):
+    assert torch.equal(before[-1], after[11])
+    for it, last in ((8, after[7]), (12, after[11])):
         saved = ran.state(it)
         groups, state = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         numbers = {n: i for g in groups for n, i in zip(g["param_names"], g["params"], strict=True)}
@@ -263,6 +267,19 @@ def test_a_diverged_state_replaces_no_checkpoint(tiny, ran):
     assert (result.code, ran.saved) == (1, [4])
     train(**keys, init_from="resume")
     assert ran.saved == [16, 20]
+
+
+def test_a_val_loss_of_nan_replaces_no_checkpoint_though_the_weights_are_finite(tiny, ran):
+    train(**tiny | dict(max_iters=4))
+    loss = torch.nn.functional.cross_entropy
+
+    def spoilt(*arguments, **named):
+        return loss(*arguments, **named) * (1 if torch.is_grad_enabled() else torch.nan)
+
+    with mock.patch("torch.nn.functional.cross_entropy", spoilt):
+        result = run("train.py", *flags(**tiny | dict(max_iters=8), init_from="resume"))
+    assert (result.code, ran.saved) == (1, [4])
+    assert ran.evals("iter", "val_loss")[-1] == (8, None)
 
 
 SKIPPED = {

@@ -22,6 +22,7 @@ from program import (
     STEP,
     TINY_RUN,
     InProcessRun,
+    Result,
     Run,
     assert_same_run,
     contents,
@@ -43,6 +44,7 @@ V = 61  # vocabulary; padded to 128
 TRAIN = [700, 37, 500]  # tokens in each shard: 77 windows in all; 12 iterations read 144
 VAL = [250, 150]
 BASE = TINY_RUN | dict(
+    n_layer=2,
     bias=True,
     gradient_accumulation_steps=3,
     max_iters=12,
@@ -56,7 +58,6 @@ BASE = TINY_RUN | dict(
     grad_clip=0.5,
     eval_interval=6,
     eval_tokens=18 * T,  # four and a half micro-batches
-    keep_checkpoints=99,
     seed=5,
 )
 TOKENS = 12 * T  # per iteration
@@ -255,7 +256,8 @@ def test_a_float16_run_recovers_from_too_high_a_loss_scale(tokens, tmp_path):
     """
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**26)
     config = BASE | dict(dataset=tokens, out_dir=tmp_path, eval_interval=100)
-    config |= dict(n_layer=1, gradient_accumulation_steps=1)  # float16 is slow on a CPU
+    # float16 is slow on a CPU
+    config |= dict(n_layer=1, gradient_accumulation_steps=1, keep_checkpoints=1)
     train(**config | dict(max_iters=4))
     half = dict(dtype="float16", init_from="resume", checkpoint_interval=1, max_iters=28)
     with mock.patch("torch.amp.GradScaler", scaler):
@@ -277,22 +279,23 @@ OPTIMIZERS = {"": {}, "half": HALF, "muon": FAST, "muon in half": FAST | HALF, "
 @pytest.mark.parametrize("kind", slow_but("", "muon in half", "not fused", of=OPTIMIZERS))
 def test_an_update_with_a_gradient_of_nan_is_skipped_with_a_warning(kind, tokens, tmp_path):
     config = BASE | OPTIMIZERS[kind]
-    config |= dict(checkpoint_interval=1, eval_interval=100, max_iters=8)
+    config |= dict(n_layer=1, checkpoint_interval=1, eval_interval=100, max_iters=8)
+    config |= dict(keep_checkpoints=3)
 
     def adamw(self, groups, fused=None, **keys):
         ADAMW(self, groups, fused=fused and kind != "not fused", **keys)
 
-    # in a micro-batch of iteration 5
-    with mock.patch("torch.optim.AdamW.__init__", adamw), gradients_of_nan([5 * 3 + 1]):
+    # in a micro-batch of iteration 6
+    with mock.patch("torch.optim.AdamW.__init__", adamw), gradients_of_nan([6 * 3 + 1]):
         result = train(**config, dataset=tokens, out_dir=tmp_path)
-    before, after, later = (Run(tmp_path).state(it) for it in (5, 6, 7))
+    before, after, later = (Run(tmp_path).state(it) for it in (6, 7, 8))
     assert same(before["model"], after["model"])
     assert same(before["optimizer"]["state"], after["optimizer"]["state"])
     assert not same(after["model"], later["model"])
     norms = Run(tmp_path).steps("grad_norm")
-    assert [it for it, norm in enumerate(norms) if norm is None] == [5]
-    assert after["iter_num"] == 6
-    assert "iter 5: 1 updates in a row skipped" in result.err
+    assert [it for it, norm in enumerate(norms) if norm is None] == [6]
+    assert after["iter_num"] == 7
+    assert "iter 6: 1 updates in a row skipped" in result.err
 
 
 def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
@@ -363,9 +366,11 @@ def test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_
 # Two ranks
 
 
-def train_on_two_ranks(**keys) -> None:
-    results = finish_ranks(start_ranks(2, *flags(**keys)))
+def train_on_two_ranks(action: str = "", **keys) -> list[Result]:
+    """Train, with lines of Python that run after each update."""
+    results = finish_ranks(start_ranks(2, *flags(**keys), script=watched(action)))
     assert [result.code for result in results] == [0, 0], results
+    return results
 
 
 def test_two_ranks_train_like_one_process(tokens, tmp_path):
@@ -400,27 +405,27 @@ MASKED = """
 
 def test_masked_targets_count_equally_in_any_micro_batches_and_ranks(tokens, tmp_path):
     numbers = []
-    for ranks, batch_size, accum in ((1, 12, 1), (1, 1, 12), (2, 3, 4)):
-        out_dir = tmp_path / f"{ranks} {batch_size}"
-        sizes = dict(batch_size=batch_size, gradient_accumulation_steps=accum)
+    for ranks, batch_size, accum in ((1, 12, 1), (2, 3, 4)):
+        out_dir = tmp_path / str(ranks)
+        sizes = dict(batch_size=batch_size, gradient_accumulation_steps=accum, max_iters=6)
         words = flags(**BASE | sizes, dataset=tokens, out_dir=out_dir)
         results = finish_ranks(start_ranks(ranks, *words, script=watched(before=MASKED)))
         assert {result.code for result in results} == {0}, results
         numbers.append(Run(out_dir).steps("loss") + Run(out_dir).evals("val_loss"))
-    for others in numbers[1:]:
-        assert others == pytest.approx(numbers[0], **CLOSE)
+    assert numbers[1] == pytest.approx(numbers[0], **CLOSE)
 
 
-def test_two_ranks_with_dropout_resume_bit_for_bit(tokens, tmp_path):
+def test_two_ranks_drop_other_units_and_resume_bit_for_bit(tokens, tmp_path):
+    """Draw other random numbers on each rank, also right after an update."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     keys = BASE | dict(gradient_accumulation_steps=4, dropout=0.2, dataset=tokens)
-    train_on_two_ranks(**keys, out_dir=whole)
+    results = train_on_two_ranks(
+        "print('drawn', torch.rand(1).item(), file=sys.stderr)", **keys, out_dir=whole
+    )
+    one, two = (re.findall("^drawn .*", result.err, re.MULTILINE) for result in results)
+    assert len(one) == len(two) == 12 and not {*one} & {*two}
     resumed.mkdir()
     for name in ("ckpt-00000006.pt", "metrics.jsonl"):
         shutil.copy(whole / name, resumed)
     train_on_two_ranks(**keys, out_dir=resumed, init_from="resume")
     assert_same_run(whole, resumed, 12)
-
-
-# -----------------------------------------------------------------------------
-# Warnings and dropout

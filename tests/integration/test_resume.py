@@ -1,10 +1,12 @@
 """Continue runs by other commands, finished runs, and runs whose dataset has changed."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from cases import another_value
 from char_dataset import SHORT_RUN, T
 from program import (
     InProcessRun,
@@ -18,7 +20,8 @@ from program import (
     train,
 )
 
-from configurator import Config
+from configurator import FIELDS, Config, read_config
+from run.start import config_of_run
 
 
 @pytest.fixture
@@ -40,35 +43,46 @@ def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran):
     assert ran.steps("iter") == [*range(8)]
 
 
-# each key of a run, with another value than its default, and what else its value needs
-OTHERS: dict[str, dict] = {
-    "a hyperparameter": dict(grad_clip=0.5, muon_momentum=0.9, dropout=0.1, dtype="bfloat16"),
-    "the schedule": dict(lr_schedule="wsd", decay_fraction=0.5, warmup_iters=1, min_lr=1e-4),
-    "the length": dict(lr_decay_iters=6, hours=1.0),
-    "the batch": dict(batch_size=2, tokens_per_iter=192),
-    "the log": dict(log_interval=2, sample_tokens=3, keep_checkpoints=1, eval_interval=3),
-    "the machine": dict(deterministic=False, flash=False, loss_chunk="16", tf32=False),
-}
+@pytest.mark.parametrize("words", ["", "--dtype=auto", "--init_from=resume"])
+def test_a_resumed_run_keeps_each_key_that_its_command_does_not_set(words):
+    """Keep dtype also where the command says auto, which goes on meaning what it meant."""
+    argv = ["--out_dir=mine", *words.split()]
+    for name, key in FIELDS.items():
+        before = replace(Config(), **{name: another_value(key, getattr(Config(), name))})
+        assert config_of_run(argv, read_config(argv), before) == replace(before, out_dir="mine")
 
 
-@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
-def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(
-    others, corpus, ran, tmp_path
-):
-    keys = SHORT_RUN | dict(dataset=corpus) | others
+# keys of each class with other values than their defaults
+OTHERS = dict(
+    grad_clip=0.5,
+    dropout=0.1,
+    dtype="bfloat16",
+    lr_schedule="wsd",
+    decay_fraction=0.5,
+    min_lr=1e-4,
+    lr_decay_iters=6,
+    batch_size=2,
+    tokens_per_iter=192,
+    eval_interval=3,
+    log_interval=2,
+    sample_tokens=3,
+    loss_chunk="16",
+)
+
+
+def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(corpus, ran, tmp_path):
+    keys = SHORT_RUN | dict(dataset=corpus) | OTHERS
     train(**keys, out_dir=tmp_path / "straight")
     trainer = InProcessRun()
     trainer.at["iteration", 5] = sigterm
     assert trainer.launch(**keys, out_dir=ran.out_dir).code == 143
     result = train(out_dir=ran.out_dir)
     _, keeps = [line for line in result.out.splitlines() if line.startswith("resume: ")]
-    # but for what a new run would have, too, and dtype, which the device's line shows
-    said = [name for name, x in others.items() if x != getattr(Config(), name) and name != "dtype"]
-    assert all(f"{name} = {others[name]}" in keeps for name in said)
-    if "hours" not in others:  # whose schedule follows the clock
-        assert_same_run(tmp_path / "straight", ran.out_dir, 8)
+    # but for dtype, which the device's line shows
+    assert all(f"{name} = {x}" in keeps for name, x in OTHERS.items() if name != "dtype")
+    assert_same_run(tmp_path / "straight", ran.out_dir, 8)
     first, second = ran.column("start", "config")
-    assert second == first and others.items() <= first.items()
+    assert second == first and OTHERS.items() <= first.items()
     assert "ended by max_iters = 8 of this run, after 8" in train(out_dir=ran.out_dir).out
 
 
