@@ -201,10 +201,11 @@ def train_step(
     # Weigh each micro-batch by its targets. The mean over all micro-batches, which the division by
     # accum and DDP take, is then the mean over all targets. If none is masked, each share is 1.0
     counts = torch.stack([count_targets(targets) for _, targets, *_ in micro_batches])
-    all_targets = counts.sum()
+    all_targets, all_micro_batches = counts.sum(), accum
     if is_ddp:
         torch.distributed.all_reduce(all_targets, group=model.process_group)
-    shares = counts * (accum * world_size()) / all_targets.clamp(min=1)
+        all_micro_batches *= model.process_group.size()
+    shares = counts * all_micro_batches / all_targets.clamp(min=1)
     unwrapped = model.module if is_ddp else model
     numbers: dict[str, Tensor] = {}
     for micro_step, batch in enumerate(micro_batches):
@@ -455,9 +456,7 @@ def restore(state: State, optimizer, scaler) -> None:
         optimizer.state[p] = tree_map_only(Tensor, lambda t: t.clone() if t.is_cpu else t, tensors)
     if scaler.is_enabled() and state.scaler:
         scaler.load_state_dict(state.scaler)
-    if (
-        state.complete
-    ):  # it has ended with averages, if there are any, but trains on from the weights
+    if state.complete:  # back to the weights, because the run has ended with their averages
         swap_averages(optimizer)
 
 

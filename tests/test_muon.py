@@ -6,12 +6,14 @@ implementation.
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
 
 from configurator import Config
+from machine.cost import count_trained, optimizer_bytes
 from model import GPTConfig
 from model_fast import FastConfig, FastGPT, build_model
 from optimizer import Muon, build_optimizer, muon_groups, orthogonalize
@@ -98,6 +100,23 @@ def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
         p.grad = gradient
         optimizer.step()
         assert p.isfinite().all() and torch.equal(p, before) != moves
+
+
+class ReadsProgress(torch.optim.SGD):
+    """An optimizer that follows the run, and keeps one number for each weight."""
+
+    def __init__(self, groups: list[dict], fused: bool) -> None:
+        super().__init__(groups, momentum=0.9)
+
+    def step(self, closure=None):
+        assert all(0 <= group["done"] <= 1 <= group["length"] for group in self.param_groups)
+        super().step()
+
+
+def test_the_memory_of_an_optimizer_that_reads_the_runs_progress_is_counted():
+    sizes = GPTConfig(**SIZES)
+    with mock.patch("torch.optim.AdamW", ReadsProgress):  # its own seed, because results are cached
+        assert optimizer_bytes(Config(seed=77), sizes) == 4 * count_trained(sizes)
 
 
 @pytest.mark.parametrize(
