@@ -9,37 +9,13 @@ from optimizer import NEWTON_SCHULZ
 
 ITERATIONS = 12
 # config/fast.py made small, with a schedule that has all its parts
-RECIPE = dict(
-    n_layer=3,
-    n_head=2,
-    n_embd=32,
-    bias=True,
-    optimizer="muon",
-    block_size=16,
-    batch_size=4,
-    gradient_accumulation_steps=3,
-    learning_rate=0.025,
-    muon_momentum=0.9,
-    weight_decay=0.1,
-    beta1=0.8,
-    warmup_iters=2,
-    min_lr=0.001,
-    decay_fraction=0.7,
-    max_iters=ITERATIONS,
-    eval_tokens=20 * 16,
-    seed=5,
-)
-ONLY_TRAIN_PY = dict(
-    model="fast",
-    lr_schedule="wsd",
-    grad_clip=0.0,
-    eval_interval=6,
-    checkpoint_interval=2,
-    keep_checkpoints=9,
-    log_interval=1,
-    device="cpu",
-    compile=False,
-)
+RECIPE = dict(n_layer=3, n_head=2, n_embd=32, bias=True, optimizer="muon", block_size=16)
+RECIPE |= dict(batch_size=4, gradient_accumulation_steps=3, learning_rate=0.025, muon_momentum=0.9)
+RECIPE |= dict(weight_decay=0.1, beta1=0.8, warmup_iters=2, min_lr=0.001, decay_fraction=0.7)
+RECIPE |= dict(max_iters=ITERATIONS, eval_tokens=20 * 16, seed=5)
+ONLY_TRAIN_PY = dict(model="fast", lr_schedule="wsd", grad_clip=0.0, eval_interval=6)
+ONLY_TRAIN_PY |= dict(checkpoint_interval=2, keep_checkpoints=9, log_interval=1, device="cpu")
+ONLY_TRAIN_PY |= dict(compile=False)
 
 
 # How far apart sums in a different order may be: losses in nats, norms relative, weights relative

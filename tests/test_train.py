@@ -22,17 +22,8 @@ from machine.hardware import set_up
 from model import GPT, count_targets
 from train import estimate_loss, sum_losses
 
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    gradient_accumulation_steps=3,
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=6,
-    lr_decay_iters=6,
-    eval_interval=3,
-    eval_tokens=64,
-    keep_checkpoints=9,
-)
+TINY = TINY_RUN | dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, warmup_iters=2)
+TINY |= dict(max_iters=6, lr_decay_iters=6, eval_interval=3, eval_tokens=64, keep_checkpoints=9)
 
 
 class NoFloat64(TorchDispatchMode):

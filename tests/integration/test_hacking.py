@@ -35,16 +35,8 @@ from program import (
 from run.pretrained import read_weights
 from tools.curves import draw, open_run
 
-TINY = TINY_RUN | dict(
-    n_layer=2,
-    learning_rate=1e-2,
-    warmup_iters=2,
-    max_iters=8,
-    lr_decay_iters=8,
-    eval_interval=4,
-    eval_tokens=256,
-    keep_checkpoints=9,
-)
+TINY = TINY_RUN | dict(n_layer=2, learning_rate=1e-2, warmup_iters=2, max_iters=8, lr_decay_iters=8)
+TINY |= dict(eval_interval=4, eval_tokens=256, keep_checkpoints=9)
 SAMPLE = dict(num_samples=1, max_new_tokens=30, start="ab", device="cpu", dtype="float32")
 
 # -----------------------------------------------------------------------------

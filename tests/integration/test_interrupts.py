@@ -31,20 +31,9 @@ from program import (
     train,
 )
 
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    gradient_accumulation_steps=3,
-    learning_rate=0.01,
-    min_lr=0.001,
-    warmup_iters=3,
-    max_iters=12,
-    lr_decay_iters=12,
-    eval_interval=4,
-    eval_tokens=20 * 16,
-    keep_checkpoints=9,
-    seed=5,
-    dropout=0.2,
-)
+TINY = TINY_RUN | dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, min_lr=0.001)
+TINY |= dict(warmup_iters=3, max_iters=12, lr_decay_iters=12, eval_interval=4, eval_tokens=20 * 16)
+TINY |= dict(keep_checkpoints=9, seed=5, dropout=0.2)
 
 
 @pytest.fixture(scope="module")

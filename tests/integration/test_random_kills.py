@@ -15,19 +15,9 @@ from program import TINY_RUN, Run, assert_same_run, finish, flags, start, train
 pytest.importorskip("fcntl", reason="disks and signals of POSIX")
 
 END = 40
-TINY = TINY_RUN | dict(
-    n_layer=1,
-    n_embd=16,
-    max_iters=END,
-    lr_decay_iters=END,
-    eval_interval=7,
-    eval_tokens=160,
-    checkpoint_interval=3,
-    keep_checkpoints=2,
-    dropout=0.1,
-    learning_rate=0.01,
-    warmup_iters=2,
-)
+TINY = TINY_RUN | dict(n_layer=1, n_embd=16, max_iters=END, lr_decay_iters=END, eval_interval=7)
+TINY |= dict(eval_tokens=160, checkpoint_interval=3, keep_checkpoints=2, dropout=0.1)
+TINY |= dict(learning_rate=0.01, warmup_iters=2)
 LAUNCHES = 4
 
 

@@ -33,15 +33,8 @@ from program import (
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
 
-TINY = TINY_RUN | dict(
-    gradient_accumulation_steps=4,
-    learning_rate=0.01,
-    warmup_iters=2,
-    max_iters=12,
-    lr_decay_iters=12,
-    eval_interval=6,
-    eval_tokens=320,
-)
+TINY = TINY_RUN | dict(gradient_accumulation_steps=4, learning_rate=0.01, warmup_iters=2)
+TINY |= dict(max_iters=12, lr_decay_iters=12, eval_interval=6, eval_tokens=320)
 
 
 @pytest.fixture(scope="module")

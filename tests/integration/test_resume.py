@@ -53,21 +53,9 @@ def test_a_resumed_run_keeps_each_key_that_its_command_does_not_set(words):
 
 
 # keys of each class with other values than their defaults
-OTHERS = dict(
-    grad_clip=0.5,
-    dropout=0.1,
-    dtype="bfloat16",
-    lr_schedule="wsd",
-    decay_fraction=0.5,
-    min_lr=1e-4,
-    lr_decay_iters=6,
-    batch_size=2,
-    tokens_per_iter=192,
-    eval_interval=3,
-    log_interval=2,
-    sample_tokens=3,
-    loss_chunk="16",
-)
+OTHERS = dict(grad_clip=0.5, dropout=0.1, dtype="bfloat16", lr_schedule="wsd", decay_fraction=0.5)
+OTHERS |= dict(min_lr=1e-4, lr_decay_iters=6, batch_size=2, tokens_per_iter=192, eval_interval=3)
+OTHERS |= dict(log_interval=2, sample_tokens=3, loss_chunk="16")
 
 
 def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(corpus, ran, tmp_path):
