@@ -114,14 +114,18 @@ def train(**keys) -> Result:
     return result
 
 
+def lines(text: str, beginning: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(beginning)]
+
+
 def refused(result: Result, *words: str) -> str:
     """
     Check that a command was refused before it did anything: exit code 1, and one line of error that
     holds these words. An indented line continues the line before. Returns the line.
     """
     assert result.code == 1, result
-    lines = result.err.replace("\n    ", " ").splitlines()
-    (line,) = [line for line in lines if not line.startswith("warning: ")]
+    said = result.err.replace("\n    ", " ").splitlines()
+    (line,) = [line for line in said if not line.startswith("warning: ")]
     assert line.startswith("error: "), line
     for word in words:
         assert word in line, (word, line)

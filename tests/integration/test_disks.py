@@ -28,6 +28,7 @@ from program import (
     contents,
     finish,
     flags,
+    lines,
     refused,
     run,
     start,
@@ -75,10 +76,6 @@ def launch(trainer: InProcessRun, **keys) -> Result:
     result = trainer.launch(**keys)
     assert result.code == 0, result.err
     return result
-
-
-def lines(text: str, beginning: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(beginning)]
 
 
 def leftovers(out_dir: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from program import (
     finish,
     flags,
     gradients_of_nan,
+    lines,
     needs_signals,
     raises,
     run,
@@ -209,7 +210,7 @@ def test_a_resume_takes_its_hyperparameters_from_the_command(tiny, ran):
     others |= dict(lr_schedule="wsd", weight_decay=0.3)
     others |= dict(dropout=0.1, flash=False, loss_chunk="16")  # the model's free keys
     result = train(**tiny | others, init_from="resume")
-    told = [line for line in result.out.splitlines() if line.startswith("resume: ")]
+    told = lines(result.out, "resume: ")
     assert "ckpt-00000008.pt" in told[0]
     for name, value in (others | dict(max_iters=12)).items():
         assert [line for line in told if f"{name} = {value!r}" in line]

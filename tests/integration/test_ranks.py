@@ -23,6 +23,7 @@ from program import (
     finish,
     finish_ranks,
     flags,
+    lines,
     start,
     start_ranks,
     train,
@@ -43,11 +44,6 @@ def alone(tokens, tmp_path_factory) -> Path:
     out_dir = tmp_path_factory.mktemp("alone")
     train(**TINY, dataset=tokens, out_dir=out_dir)
     return out_dir
-
-
-def error_lines(*texts: str) -> list[str]:
-    text = "".join(texts)
-    return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
 def train_ranks(
@@ -135,7 +131,7 @@ def refused_on_two_ranks(folder: Path, before: str, words: list[str], **keys) ->
     results = finish_ranks(processes)
     assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
     # once, unless this machine is too slow to end the second rank in time
-    (line,) = {*error_lines(*(result.err for result in results))}
+    (line,) = {*lines("".join(result.err for result in results), "error: ")}
     assert not any("Traceback" in result.err for result in results)
     assert all(word in line for word in words), line
 
@@ -221,7 +217,7 @@ def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
         shutil.copytree(tokens, tmp_path / rank / "tokens")
     script = watched(f"if {when}:\n    {action}", APART)
     results = train_ranks(2, codes, script, **tiny | dict(dataset="tokens"))
-    errors = error_lines(*(result.err for result in results))
+    errors = lines("".join(result.err for result in results), "error: ")
     assert [word in line for line in errors] == [True] * bool(word), errors
     assert ran.column("end", "reason") == reason
     if reason:

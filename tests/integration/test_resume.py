@@ -14,6 +14,7 @@ from program import (
     assert_same_run,
     contents,
     flags,
+    lines,
     refused,
     run,
     sigterm,
@@ -65,7 +66,7 @@ def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(corpus, ra
     trainer.at["iteration", 5] = sigterm
     assert trainer.launch(**keys, out_dir=ran.out_dir).code == 143
     result = train(out_dir=ran.out_dir)
-    _, keeps = [line for line in result.out.splitlines() if line.startswith("resume: ")]
+    _, keeps = lines(result.out, "resume: ")
     # but for dtype, which the device's line shows
     assert all(f"{name} = {x}" in keeps for name, x in OTHERS.items() if name != "dtype")
     assert_same_run(tmp_path / "straight", ran.out_dir, 8)

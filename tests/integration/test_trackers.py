@@ -10,14 +10,10 @@ import types
 from unittest import mock
 
 import pytest
-from program import InProcessRun, Run, assert_same_run, finish, flags, start, train
+from program import InProcessRun, Run, assert_same_run, finish, flags, lines, start, train
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, warmup_iters=2)
 TINY |= dict(eval_interval=4, eval_tokens=160)
-
-
-def warnings(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("warning: ")]
 
 
 # our names and nanoGPT's, which its users' dashboards expect; nanoGPT logs mfu in percent
@@ -111,7 +107,7 @@ def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, 
     keys = dict(wandb_log=True, wandb_project="project", learning_rate=0.0123)
     command = ("train.py", *flags(**tiny | keys))
     result = finish(start(*command, WANDB_MODE="offline", HOME=str(tmp_path)))
-    assert result.code == 0 and not warnings(result.err), result.err
+    assert result.code == 0 and not lines(result.err, "warning: "), result.err
     (file,) = ran.out_dir.glob("wandb/offline-run-*/*.wandb")
     content = file.read_bytes()  # protobuf records, with values as JSON text
     texts = {"project", ran.out_dir.name, "learning_rate", "0.0123"}
@@ -123,7 +119,7 @@ def test_wandb_offline_stores_the_numbers_of_metrics_jsonl_and_the_config(tiny, 
 @pytest.mark.parametrize("failing", ["init", "log", "finish"])
 def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny, ran, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb(failing))
-    (line,) = warnings(train(**tiny, tracker="wandb").err)
+    (line,) = lines(train(**tiny, tracker="wandb").err, "warning: ")
     assert "no network" in line
     assert line in (ran.out_dir / "log.txt").read_text()
     assert ran.saved[-1] == 8
@@ -131,7 +127,7 @@ def test_a_failing_tracker_gives_one_warning_and_the_run_trains_on(failing, tiny
 
 def test_a_loss_curve_that_cannot_be_drawn_costs_a_run_only_a_warning(tiny, ran):
     result = InProcessRun(fake_clock=True).launch(**tiny)  # drawing fails with its clock
-    (line,) = warnings(result.err)
+    (line,) = lines(result.err, "warning: ")
     assert result.code == 0 and "loss.png" in line and ran.saved[-1] == 8
 
 
@@ -140,6 +136,6 @@ def test_a_sample_that_fails_is_the_last_one_and_changes_no_bit(tiny, ran, tmp_p
     train(**keys | dict(out_dir=tmp_path / "straight"))
     monkeypatch.setattr("run.log.generate", mock.Mock(side_effect=RuntimeError("out of memory")))
     result = InProcessRun().launch(**keys)
-    (line,) = warnings(result.err)
+    (line,) = lines(result.err, "warning: ")
     assert result.code == 0 and "sample_tokens: " in line and "without it" in line
     assert_same_run(tmp_path / "straight", ran.out_dir, 8)
