@@ -48,7 +48,7 @@ from common.console import (
     say,
     table_lines,
 )
-from common.files import write_json
+from common.files import plain, write_json
 from configurator import NANOGPT_BATCH, Config, config_text, load_config, read_config
 from data.download import vocab_where_missing
 from machine import hardware
@@ -283,9 +283,9 @@ def check(config: Config) -> dict:
     hw = hardware.set_up(config)
     say(f"checking {hw.name}, {hw.dtype_name}, torch {torch.__version__}: a minute or two")
     say("largest error of a loss or gradient; 100% is what rounding explains:")
-    plain = replace(config, compile=False)
+    eager = replace(config, compile=False)
     # float32 without TF32 rounds so little that any fault shows
-    ways = {"exact float32": replace(plain, dtype="float32", tf32=False), hw.dtype_name: plain}
+    ways = {"exact float32": replace(eager, dtype="float32", tf32=False), hw.dtype_name: eager}
     # a run on MPS does not compile
     ways |= {"compiled": config} if config.compile and hw.device.type != "mps" else {}
     rows: list[dict] = []
@@ -307,7 +307,7 @@ def check(config: Config) -> dict:
             model.load_state_dict(on_cpu.state_dict())
             model.to(hw.device)
             problem, error = try_code(model, windows, exact, way_hw, way_config.compile)
-            rows.append(dict(name=f"{recipe} {way}", problem=problem, error=error))
+            rows.append(dict(name=f"{recipe} {way}", problem=problem, error=plain(error)))
             result = problem or f"right, {error:.0%}"
             say(f"  {recipe} {way}: {result}; {time.perf_counter() - began:.1f} s")
             if problem and way != "compiled":

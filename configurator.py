@@ -8,7 +8,7 @@ Define every configuration key, its default and its meaning, and read config fil
 A flag wins over a file, wherever it stands, and a later file over an earlier one. A config file is
 Python and runs with the values so far, and all flags, as its variables, so `lr_decay_iters =
 max_iters` works. Keys that nanoGPT also has keep its names, and its defaults except for device,
-dtype and lr_decay_iters.
+dtype, batch_size and lr_decay_iters.
 
 A resumed run keeps its own value of each key that the command's files and flags do not set, and the
 files see that value. The class that lists a key says what happens if the command sets it to another
@@ -297,6 +297,7 @@ def read_file(path: Path, known: dict[str, Field], values: dict[str, Any]) -> di
         there = ", ".join(sorted(map(str, Path("config").glob("*.py"))))
         raise UserError(f"{path}: no such config file; there are {there or 'none in config/'}")
     defaults = {name: f.default for name, f in (NANOGPT_FIELDS | FIELDS | known).items()}
+    values = values | dict(batch_size=values.get("batch_size") or NANOGPT_BATCH)  # to compute with
     # Pass the values as builtins, so that `variables` will hold only what the file sets.
     variables: dict[str, Any] = {"__builtins__": vars(builtins) | defaults | values}
     variables |= {"__file__": str(path), "__name__": "__main__"}
@@ -389,7 +390,7 @@ def problems_of(c: Config, processes: int) -> list[str]:
         among = f"among {processes} processes (WORLD_SIZE) with block_size {c.block_size}"
         problem = f"tokens_per_iter: {c.tokens_per_iter} cannot be shared equally {among}"
         nearest = max(1, round(c.tokens_per_iter / unit)) * unit
-        problems.append(f"{problem}; use {nearest}, or another number of processes")
+        problems.append(f"{problem}; use {nearest} in a new run, or other processes")
     head_size, rest = divmod(c.n_embd, c.n_head)
     if rest:
         problems.append(f"n_head: {c.n_head} must divide n_embd {c.n_embd}")

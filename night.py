@@ -6,8 +6,8 @@ Repeat a command until it is done, or until a signal stops it.
 
 Every launch resumes the run. After an error or a crash, this launches it again in five minutes,
 but gives up after five launches in a row of less than a quarter of an hour: they may all have ended
-at the same place. At a signal it stops the command by SIGTERM, waits for its end, and ends of the
-signal itself.
+at the same place. At a signal it stops the command by SIGTERM, waits for its end, and exits with
+128 + the signal's number.
 """
 
 import subprocess

@@ -6,8 +6,8 @@ while, train_step(), log. train_step() runs an iteration's micro-batches forward
 then updates the weights. To change when a run ends, evaluates or saves, or the learning rate, edit
 why_over(), evaluation_due(), save_due() or get_lr(). How a run starts is in run/start.py, GPT-2 in
 model.py, the fast model in model_fast.py, AdamW and Muon in optimizer.py, every key in
-configurator.py, the tokens in data/, what surrounds a run in run/, and the device, the processes
-and Ctrl-C in machine/.
+configurator.py, the tokens in data/, what surrounds a run in run/, and the device and the processes
+in machine/.
 
     torchrun --standalone --nproc_per_node=2 train.py config/gpt124m_a100.py     several GPUs
 
@@ -322,7 +322,8 @@ def get_lr(it: int, c: Config, length: float, peak: float, floor: float = 0.0) -
     left = 1 - decayed
     if c.lr_schedule == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * decayed))
-    lowest = c.min_lr * (peak / c.learning_rate if c.learning_rate else 1)
+    # a lower learning_rate, typed at a resume, may be below min_lr, but must not rise to it
+    lowest = min(peak, c.min_lr * (peak / c.learning_rate if c.learning_rate else 1))
     return max(floor * peak, lowest + left * (peak - lowest))
 
 

@@ -51,7 +51,9 @@ class State:
     val_loss: float | None = None  # the weights' validation loss, None: not evaluated
     complete: bool = False  # whether the run was over, so that these weights are final
     # The run that trained them
-    config: dict[str, Any] = field(default_factory=dict)  # every key as asked, but dtype as it ran
+    config: dict[str, Any] = field(
+        default_factory=dict
+    )  # every key, before a device fits it, but dtype
     data_fingerprint: str = ""
     ledger: dict[str, float] = field(default_factory=dict)  # the clock's seconds
     # What else its next update needs: state_dicts

@@ -73,6 +73,8 @@ def find_checkpoint(c: Config) -> State:
         return State()
     if found := checkpoint.load_first(out_dir, checkpoint.newest_first):
         path, state = found[0], checkpoint.state_of(*found)
+        if not state.is_run:
+            raise UserError(f"{path}: has no optimizer, so it cannot be resumed; move it away")
         if state.iter_num != checkpoint.iteration(path):
             name = checkpoint.checkpoint_name(state.iter_num)
             raise UserError(f"{path}: holds iteration {state.iter_num}; rename it to {name}")
@@ -102,6 +104,7 @@ def config_of_run(argv: list[str], new: Config, before: Config) -> Config:
     """
     unset = FIELDS.keys() - new.set_keys - {"out_dir"}
     c = read_config(argv, kept={name: getattr(before, name) for name in unset})
+    c = replace(c, out_dir=new.out_dir)  # also if a file computes it
     if c.init_from in NOT_WEIGHTS:  # names no weights, so the run keeps those that it began with
         c = replace(c, init_from=before.init_from)
     if c.dtype == "auto":  # means what it meant when the run began
@@ -148,11 +151,11 @@ def over_line(c: Config, state: State, key: str) -> str:
         problem = f"{n}: {c.out_dir} is complete, so nothing would train with {getattr(c, n)!r}"
         raise UserError(f"{problem}; give a larger --{key} too, or another --out_dir for a new run")
     whose = "" if key in c.set_keys else " of this run"
-    done, more = f"{state.iter_num:,}", f"a larger --{key} resumes it"
+    done, more = f"{state.iter_num:,}", f"--{key} above that resumes it"
     if key == "hours":
         done, more = f"{done} of {c.max_iters:,}", "--hours=0 resumes it up to max_iters"
-    ended = f"{c.out_dir}: ended by {key} = {value:,}{whose}, after {done} iterations"
-    return f"{ended}; {more}, another --out_dir begins a new run"
+    complete = f"{c.out_dir}: complete after {done} iterations ({key} = {value:,}{whose})"
+    return f"{complete}; {more}, another --out_dir begins a new run"
 
 
 def length_problems(c: Config, before: Config, state: State) -> list[str]:
@@ -168,8 +171,9 @@ def length_problems(c: Config, before: Config, state: State) -> list[str]:
         ("max_iters", it, c.max_iters, it + it // 10 + 1),
     ]
     return [
-        f"{key}: {c.out_dir} has done {done:,.7g}, you asked for {asked:,}; to end soon with a "
-        f"decayed learning rate, give --{key}={enough}"
+        f"{key}: {c.out_dir} has done {done:,.7g}, you asked for {asked:,}; give "
+        f"--{key}={getattr(before, key)} as before or, to end soon with a decayed learning rate, "
+        f"--{key}={enough}"
         for key, done, asked, enough in lengths
         if asked < done and getattr(c, key) != getattr(before, key)
     ]

@@ -93,6 +93,12 @@ def test_each_group_decays_to_the_same_fraction_of_its_peak(peak):
     assert rates == pytest.approx([peak / 1e-2 * get_lr(it, RATES, 14, 1e-2) for it in range(14)])
 
 
+def test_a_rate_below_min_lr_does_not_rise_to_it():
+    """A resume after a divergence may type such a rate, and the run keeps its min_lr."""
+    low = replace(RATES, learning_rate=1e-4)
+    assert [get_lr(it, low, 14, 1e-4) for it in (3, 10, 13)] == [1e-4] * 3
+
+
 def test_the_length_of_a_run_with_hours_follows_its_pace():
     timed = Config(hours=8.0, max_iters=10_000)
     assert run_length(0, Config(max_iters=300), 0.0) == 300

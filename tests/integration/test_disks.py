@@ -118,10 +118,10 @@ def test_a_save_on_a_full_disk_ends_the_run_and_the_same_command_continues_it(
     assert result.err.count("launch lack lines") <= 1 and not leftovers(ran.out_dir)
     assert ran.saved == [*range(4, it, 4)] and not ran.records("end")
     free(disk)
-    assert "ended by" not in train(**tiny).out
+    assert "complete after" not in train(**tiny).out
     assert_same_run(tmp_path / "straight", ran.out_dir, 12)
     assert best_iter(ran) == best_logged(ran)
-    assert "ended by max_iters" in train(**tiny).out
+    assert "complete after" in train(**tiny).out
 
 
 def test_a_resumed_run_fits_in_the_disk_space_that_the_docs_name(tiny, ran, on_disk):

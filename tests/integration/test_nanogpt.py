@@ -51,7 +51,7 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, 
     assert len(Run(tmp_path / "run").state(8)["model"]["lm_head.weight"]) == 61
     refused(run("train.py", *flags(**command | dict(init_from="gpt2"))), "another --out_dir")
     refused(run("train.py", *flags(**command | dict(learning_rate=1e-5))), "another --out_dir")
-    assert "ended by max_iters = 8, after 8" in train(**command).out
+    assert "complete after 8 iterations (max_iters = 8)" in train(**command).out
 
 
 # -----------------------------------------------------------------------------

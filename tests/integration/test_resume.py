@@ -37,7 +37,7 @@ def test_a_finished_run_goes_on_if_it_is_given_more_iterations(corpus, ran):
     train(**keys | dict(max_iters=4))
     before = contents(ran.out_dir)
     for again in (dict(max_iters=4), dict(max_iters=2), dict(max_iters=4, log_interval=2)):
-        said = f"ended by max_iters = {again['max_iters']}, after 4 iterations"
+        said = f"complete after 4 iterations (max_iters = {again['max_iters']})"
         assert said in train(**keys | again | dict(dataset="missing")).out
     assert contents(ran.out_dir) == before
     train(**keys | dict(max_iters=8))
@@ -72,7 +72,9 @@ def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(corpus, ra
     assert_same_run(tmp_path / "straight", ran.out_dir, 8)
     first, second = ran.column("start", "config")
     assert second == first and OTHERS.items() <= first.items()
-    assert "ended by max_iters = 8 of this run, after 8" in train(out_dir=ran.out_dir).out
+    assert (
+        "complete after 8 iterations (max_iters = 8 of this run)" in train(out_dir=ran.out_dir).out
+    )
 
 
 def test_a_run_says_what_it_keeps_that_a_command_leaves_out(corpus, ran):
@@ -108,6 +110,15 @@ def test_a_complete_run_takes_no_rate_that_it_would_not_train_with(corpus, ran):
     assert contents(ran.out_dir) == before
     train(**other | dict(max_iters=3))
     assert ran.state()["config"]["learning_rate"] == 0.02
+
+
+def test_a_checkpoint_without_an_optimizer_begins_no_new_run_in_its_folder(corpus, ran):
+    keys = SHORT_RUN | dict(dataset=corpus, out_dir=ran.out_dir, max_iters=2)
+    train(**keys)
+    torch.save(ran.state() | dict(optimizer={}), ran.out_dir / "ckpt-00000002.pt")
+    before = contents(ran.out_dir)
+    refused(run("train.py", *flags(**keys)), "ckpt-00000002.pt: has no optimizer")
+    assert contents(ran.out_dir) == before
 
 
 def test_a_checkpoint_under_another_iterations_name_is_refused(corpus, ran):
