@@ -120,7 +120,7 @@ class LaunchKeys:
     lr_decay_iters: int = 0  # iteration at which the decay ends; 0: max_iters
     # Data
     dataset: Location = "openwebtext"  # a folder in data/, or a path
-    batch_size: int = 0  # sequences in a micro-batch; 0: as many as fit a GPU, without CUDA 12
+    batch_size: int = 0  # sequences in a micro-batch; 0: as many as fit a GPU, or 12 elsewhere
     # I/O
     out_dir: Location = "out"  # folder of the run: checkpoints, metrics.jsonl, loss.png
     eval_interval: Positive = 2000  # iterations between evaluations

@@ -172,9 +172,9 @@ def main(argv: list[str]) -> int:
     elif (it, val_loss) != saved:
         save(it, val_loss)
     clock.lap("steps")  # book the last seconds before the log prints the ledger
-    log.finish(over or Signals(signal).name, it, val_loss)
     if over and is_main():  # after a signal, exit without waiting for loss.png
         log.attempt("loss.png", draw_losses, folder.path, sum(clock.seconds.values()))
+    log.finish(over or Signals(signal).name, it, val_loss)
     return 0 if over else 128 + signal
 
 
