@@ -166,14 +166,16 @@ def length_problems(c: Config, before: Config, state: State) -> list[str]:
     if c.eval_only or state.complete:
         return []
     hours, it = training_hours(state.ledger), state.iter_num
+    end = it + it // 10 + 1
+    soon = f"--max_iters={end}" + (f" --lr_decay_iters={end}" if c.lr_decay_iters else "")
     lengths = [
-        ("hours", hours, c.hours or math.inf, f"{hours + 0.5:.1f}"),
-        ("max_iters", it, c.max_iters, it + it // 10 + 1),
+        ("hours", hours, c.hours or math.inf, f"--hours={hours + 0.5:.1f}"),
+        ("max_iters", it, c.max_iters, soon),
     ]
     return [
         f"{key}: {c.out_dir} has done {done:,.7g}, you asked for {asked:,}; give "
         f"--{key}={getattr(before, key)} as before or, to end soon with a decayed learning rate, "
-        f"--{key}={enough}"
+        f"{enough}"
         for key, done, asked, enough in lengths
         if asked < done and getattr(c, key) != getattr(before, key)
     ]
