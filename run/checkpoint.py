@@ -51,9 +51,8 @@ class State:
     val_loss: float | None = None  # the weights' validation loss, None: not evaluated
     complete: bool = False  # whether the run was over, so that these weights are final
     # The run that trained them
-    config: dict[str, Any] = field(
-        default_factory=dict
-    )  # every key, before a device fits it, but dtype
+    # All keys as resolved, before the device adapts them; dtype as it ran
+    config: dict[str, Any] = field(default_factory=dict)
     data_fingerprint: str = ""
     ledger: dict[str, float] = field(default_factory=dict)  # the clock's seconds
     # What else its next update needs: state_dicts
@@ -179,10 +178,12 @@ def best_first(out_dir: Path) -> list[Path]:
 def load_first(out_dir: Path, order: Callable[[Path], list[Path]]) -> tuple[Path, dict] | None:
     """
     Return the first intact checkpoint in the order of newest_first() or best_first(), and what it
-    holds; None if out_dir has no checkpoint. Warns about each damaged one. Raises UserError if none
-    can be read, so that a run never silently starts again.
+    holds; None if out_dir has no checkpoint. Warns about each damaged one that it passes over.
+    Raises UserError if none can be read, so that a run never silently starts again.
     """
-    paths = order(out_dir) or newest_first(out_dir)  # to say of each why it cannot be read
+    listed, ordered = newest_first(out_dir), order(out_dir)
+    unreadable = [path for path in listed if path not in ordered]  # best_first() leaves them out
+    paths = [*unreadable, *ordered]
     for path in paths:
         try:
             return path, load(path)

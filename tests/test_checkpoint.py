@@ -90,6 +90,15 @@ def test_says_of_each_checkpoint_why_it_cannot_be_read_if_none_can(order, tmp_pa
     assert warnings == [str(path) for path in paths]
 
 
+def test_the_best_intact_checkpoint_is_taken_with_a_warning_of_a_damaged_one(tmp_path, capsys):
+    checkpoint.write(state(2, 3.0), tmp_path / checkpoint_name(2))
+    newest = tmp_path / checkpoint_name(3)
+    newest.write_bytes(b"damaged")
+    path, _ = checkpoint.load_first(tmp_path, checkpoint.best_first)
+    assert path == tmp_path / checkpoint_name(2)
+    assert str(newest) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("step", ["zipfile.ZipFile", "torch.load"])
 def test_a_checkpoint_that_a_run_deletes_while_it_is_read_gives_way_to_a_newer_one(
     step, tmp_path, monkeypatch, capsys
