@@ -284,7 +284,7 @@ class Log:
         say(f"time: {duration(total)} wall = {', '.join(shares)}")
         say(f"end: {reason} after {it:,} iterations, {short(tokens)} tokens, {date()}")
         say(*self.results(it, val_loss, mem_gib))
-        hours = self.clock.hours()
+        hours = training_hours(seconds)
         self.record("end", reason=reason, iters=it, tokens=tokens, hours=hours, ledger=seconds)
         if self.tracker:
             self.attempt(self.config.tracker, self.tracker.close)
