@@ -4,6 +4,7 @@ get wrong in either model and in every dtype, passes correct code, and changes n
 check what `bench.py check`, which uses the same comparison, says of a machine.
 """
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -346,9 +347,12 @@ def missing(model) -> None:
 @pytest.mark.parametrize(
     "compile_it, said", slow_but((wrong, "the "), of=[(wrong, "the "), (missing, "no g++ here")])
 )
-def test_bench_check_says_if_the_compiler_fails_or_is_wrong(compile_it, said, monkeypatch):
+def test_bench_check_says_if_the_compiler_fails_or_is_wrong(
+    compile_it, said, monkeypatch, tmp_path
+):
     monkeypatch.setattr(compile_check, "compile_model", compile_it)
-    line = verdict_of("--dtype=float32")
+    line = verdict_of("--dtype=float32", f"--json={tmp_path / 'check.json'}")
     because = "torch.compile does not work here ("
     assert line.startswith(f"{RIGHT} with --compile=False, because {because}")
     assert said in line and line.count("torch.compile") == 1
+    json.loads((tmp_path / "check.json").read_text(), parse_constant=pytest.fail)  # no NaN

@@ -48,6 +48,10 @@ def test_a_config_file_can_read_earlier_files_and_all_flags(tmp_path):
     assert (config.max_iters, config.lr_decay_iters) == (50, 14)
     assert load_config(["--max_iters=50", own]) == config  # a flag wins wherever it stands
     assert load_config([own, write(tmp_path, "max_iters = 8")]).max_iters == 8
+    # where no micro-batch is set, a file computes with nanoGPT's
+    computed = write(tmp_path, "warmup_iters = 1200 // batch_size", "computed.py")
+    assert load_config([computed]).warmup_iters == 100
+    assert load_config([computed, "--batch_size=6"]).warmup_iters == 200
 
 
 @pytest.mark.parametrize(
