@@ -49,11 +49,13 @@ def choose_run(argv: list[str]) -> tuple[Config, State, RunFolder, list[str]]:
         before = config_from(state.config)
         c = config_of_run(argv, new, before)
         about = run_lines(resolve(new), c, before, state)
-        problems = length_problems(c, before, state) + problems_of(c, world_size())
+        problems = length_problems(c, before, state)
     else:
         c, state = config_of_weights(new)
-        c, about = resolve(c), [f"weights: {state.source}"] if state.source else []
-        problems = problems_of(c, world_size())
+        c = resolve(c)
+        about = [f"weights: {state.source}"] if state.source else []
+        problems = []
+    problems += problems_of(c, world_size())
     try:
         hardware.check_device(c)
     except UserError as error:
@@ -151,9 +153,11 @@ def over_line(c: Config, state: State, key: str) -> str:
         problem = f"{n}: {c.out_dir} is complete, so nothing would train with {getattr(c, n)!r}"
         raise UserError(f"{problem}; give a larger --{key} too, or another --out_dir for a new run")
     whose = "" if key in c.set_keys else " of this run"
-    done, more = f"{state.iter_num:,}", f"--{key} above that resumes it"
+    done = f"{state.iter_num:,}"
+    more = f"--max_iters={state.iter_num + 1} or more resumes it"
     if key == "hours":
-        done, more = f"{done} of {c.max_iters:,}", "--hours=0 resumes it up to max_iters"
+        done = f"{done} of {c.max_iters:,}"
+        more = "--hours=0 resumes it up to max_iters"
     complete = f"{c.out_dir}: complete after {done} iterations ({key} = {value:,}{whose})"
     return f"{complete}; {more}, another --out_dir begins a new run"
 
