@@ -85,8 +85,9 @@ class RunKeys:
 @dataclass(frozen=True)
 class TrainingKeys:
     """
-    How it trains. Another value is refused too, unless the command has --init_from=resume, or
-    --eval_only, which trains nothing. dtype=auto and eval_iters keep what the run has.
+    How it trains. Another value is refused too, unless the command has --init_from=resume (for a
+    complete run, with more to do) or --eval_only, which trains nothing. dtype=auto and eval_iters
+    keep what the run has.
     """
 
     # Optimizer
@@ -109,8 +110,8 @@ class TrainingKeys:
 @dataclass(frozen=True)
 class LaunchKeys:
     """
-    How far, where and on what. A resumed run takes another value. But it keeps the tokens of its
-    dataset, and an unfinished run gets no less than it has done.
+    How far, where and on what. A resumed run takes another value. But its dataset must hold the
+    same tokens, and max_iters and hours must be at least what an unfinished run has done.
     """
 
     # Length
@@ -188,7 +189,7 @@ def find_keys(keys: type) -> dict[str, Field]:
 
 FIELDS = find_keys(Config)
 NANOGPT_FIELDS = find_keys(NanoGPTKeys)
-# What nanoGPT counts in micro-batches, and ours in tokens
+# nanoGPT counts the first of each pair in micro-batches, we count the second in tokens
 OTHER_NAME = dict(gradient_accumulation_steps="tokens_per_iter", eval_iters="eval_tokens")
 OTHER_NAME |= {ours: theirs for theirs, ours in OTHER_NAME.items()}
 
@@ -233,7 +234,8 @@ def read_config(argv: list[str], keys: type = Config, kept: dict[str, Any] | Non
         except UserError as error:
             problems += error.args
     raise_if_any(problems)
-    given, values = values.get("tokens_per_iter"), last_wins(values, from_nanogpt(typed))
+    given = values.get("tokens_per_iter")
+    values = last_wins(values, from_nanogpt(typed))
     # Multiply only now, because nanoGPT counts micro-batches of the size that holds in the end
     now = kept | values
     block_size = now.get("block_size", Config.block_size)
@@ -377,13 +379,13 @@ def resolve(c: Config) -> Config:
     if c.learning_rate < c.min_lr and "min_lr" not in c.set_keys:
         c = replace(c, min_lr=c.learning_rate / 10)
     if not c.tokens_per_iter:
-        steps, size = NanoGPTKeys.gradient_accumulation_steps, c.batch_size or NANOGPT_BATCH
-        c = replace(c, tokens_per_iter=steps * size * c.block_size)
+        micro_batch = (c.batch_size or NANOGPT_BATCH) * c.block_size
+        c = replace(c, tokens_per_iter=NanoGPTKeys.gradient_accumulation_steps * micro_batch)
     return c
 
 
 def problems_of(c: Config, processes: int) -> list[str]:
-    """Return the problems: values that cannot be combined."""
+    """Return a line for each combination of values that cannot work."""
     problems = []
     unit = c.block_size * processes
     if c.tokens_per_iter % unit:

@@ -279,7 +279,7 @@ def build_model(config: GPTConfig) -> GPT | FastGPT:
 
 
 def config_to_dict(config: GPTConfig) -> dict[str, Any]:
-    """Return a State's model_config, of which a checkpoint keeps what a run cannot change."""
+    """Return a State's model_config. A checkpoint leaves out the fields that a run may change."""
     model = "fast" if isinstance(config, FastConfig) else "gpt2"
     return dict(asdict(config), model=model)
 

@@ -18,7 +18,7 @@ from common.console import run_main, say
 from common.process import ASK_TO_STOP, on_stop
 
 PAUSE_SECONDS = 300
-SHORT_SECONDS = 900  # a longer launch has usually saved, so the next one begins further on
+SHORT_SECONDS = 900  # a longer launch has usually saved, so the next one begins later in the run
 
 
 def main(argv: list[str]) -> int:

@@ -73,7 +73,7 @@ def build_optimizer(model, c: Config, dtype: torch.dtype) -> torch.optim.Optimiz
             dict(adam, params=matrices, weight_decay=c.weight_decay),
             dict(adam, params=vectors, weight_decay=0.0),
         ]
-    start = dict(done=0.0, length=PUBLIC_ITERS)  # until train.py sets them
+    start = dict(done=0.0, length=PUBLIC_ITERS)  # train.py sets both before each update
     groups = [dict(group, lr=group["peak_lr"], **start) for group in groups if group["params"]]
     grouped = [name for group in groups for name, _ in group["params"]]
     if wrong := [name for name, _ in weights if grouped.count(name) != 1]:

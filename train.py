@@ -116,8 +116,9 @@ def main(argv: list[str]) -> int:
         with clock.pause("checkpoints"):
             end_if_diverged(model, c, it, val_loss)
             to_keep = replace(asked, dtype=c.dtype)  # what auto means here, for good
-            learned = model, optimizer, scaler
-            state = state_to_save(to_keep, data, *learned, clock, it, val_loss, complete)
+            state = state_to_save(
+                to_keep, data, model, optimizer, scaler, clock, it, val_loss, complete
+            )
             log.report_save(it, *ranks.on_main(folder.save, state, c.keep_checkpoints))
         return it, val_loss
 
@@ -154,8 +155,8 @@ def main(argv: list[str]) -> int:
                 *(float(number) / world_size() for number in numbers.values()),
             )
             clock.lap("steps")
-            own = dict(zip(numbers, means, strict=True))
-            log.report_step(it, loss, optimizer.param_groups[0], own)
+            mean_numbers = dict(zip(numbers, means, strict=True))
+            log.report_step(it, loss, optimizer.param_groups[0], mean_numbers)
             if skips := int(skipped):
                 log.warn(it, f"{skips} updates in a row skipped: a gradient was not finite")
                 end_if_skipping(skips, c)
@@ -215,7 +216,7 @@ def train_step(
             loss = shares[micro_step] * model(*batch)
         scaler.scale(loss / accum).backward()  # accumulates into .grad
         total_loss += loss.detach()
-        numbers = {  # taken from the model, or they would keep their graph in memory
+        numbers = {  # popped, because a number left on the model would keep its graph in memory
             name: numbers.get(name, 0) + shares[micro_step] * number.detach() / accum
             for name, number in vars(unwrapped).pop("numbers", {}).items()
         }

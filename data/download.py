@@ -113,7 +113,8 @@ def download(folder: Path, names: list[str]) -> None:
         if is_there(folder):
             return
         missing = [name for name in names if not (folder / name).exists()]
-        size, disk = 2 * SHARD_TOKENS, shutil.disk_usage(folder)
+        disk = shutil.disk_usage(folder)
+        size = 2 * SHARD_TOKENS  # bytes
         needed = size * len(missing)
         if disk.total and disk.free < needed:  # some disks do not tell their size
             problem = f"needs {needed / 1e9:.1f} GB of disk, has {disk.free / 1e9:.1f} GB free"
