@@ -294,7 +294,7 @@ def test_same_run_says_whether_a_changed_program_resumes_exactly(
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, HEADS, TEACHER, DIFFUSION, WRITTEN, MIXTURE, CHOICES = (
+LOSS, HEADS, TEACHER, DIFFUSION, WRITTEN, TWO_SETS, CHOICES = (
     {file: code for file, code in BLOCKS if name in code}
     for name in (
         "logsumexp(-1)",
@@ -302,7 +302,7 @@ LOSS, HEADS, TEACHER, DIFFUSION, WRITTEN, MIXTURE, CHOICES = (
         "teacher: Any",
         "masked / share",
         "def written(",
-        "class Mixture:",
+        "class TwoDatasets:",
         "def choices(",
     )
 )
@@ -343,14 +343,14 @@ WRITTEN_EDITS = [
     (line := "        micro_batches = batches.take(it)\n", line + WRITE),
     (line := "        batches.read_ahead(it + 1)  # while the device works\n", REWARD + line),
 ]
-MIXTURE_EDITS = [
+TWO_SETS_EDITS = [
     (DATA_LINE, DATA_LINE + SECOND + REFUSE),
     (line := "    batches = Batches(data, c, hw.device)\n", line + MIX),
 ]
-MIXTURE |= {
+TWO_SETS |= {
     "configurator.py": """
 class RunKeys:
-    mix_iters: Positive = 1000  # iterations until training reads the second dataset alone
+    first_iters: Positive = 1000  # iterations until training reads the second dataset
 
 class LaunchKeys:
     second: Location = ""  # a second dataset, for training to end with
@@ -438,7 +438,12 @@ DOCUMENTED = {  # the page's code and edits, the change's keys, and values that 
     "a second head": (HEADS, HEAD_EDITS, {}, {}),
     "a teacher": (TEACHER, TEACHER_EDITS, *TEACHERS),
     "a batch that doubles": (DOUBLING, [], {}, {}),
-    "a mixture": (MIXTURE, MIXTURE_EDITS, dict(second="other", mix_iters=6), dict(second="tokens")),
+    "two datasets": (
+        TWO_SETS,
+        TWO_SETS_EDITS,
+        dict(second="other", first_iters=6),
+        dict(second="tokens"),
+    ),
     "weights of targets": ({}, [(line := "    return x, y\n", f"    {WEIGH}\n")], {}, {}),
 }
 
@@ -448,7 +453,7 @@ DOCUMENTED = {  # the page's code and edits, the change's keys, and values that 
 def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
     name, tokens, whole, tmp_path
 ):
-    """Two ranks have the losses of one process, and another teacher or mixture is other data."""
+    """Two ranks have the losses of one process, and another teacher or dataset is other data."""
     files, edits, keys, others = DOCUMENTED[name]
     program = edited(changed(tmp_path / "program", files), *edits)
     shutil.copytree(tokens, program / "data/tokens")
