@@ -9,6 +9,8 @@ import program
 import pytest
 import torch
 
+from common.process import ASK_TO_STOP
+
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Under nohup, those processes would ignore SIGHUP too. With a handler the tests still outlive the
@@ -40,9 +42,7 @@ def own_compiler_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def restored_process_state(request):
     """Restore the signal handlers and reset the torch settings that train.main changes."""
-    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in ASK_TO_STOP}
     # A fixture of module scope may have trained and left its run's handler in place.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.node.get_closest_marker("slow"):

@@ -17,12 +17,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from fault_injection import fill, free, watched
+from fault_injection import before_disk_calls, fill, free, watched
 from program import (
     ROOT,
     TINY_RUN,
     InProcessRun,
-    Result,
     Run,
     assert_same_run,
     contents,
@@ -70,12 +69,6 @@ def on_disk(make_disk, straight, tiny, ran):
         return disk
 
     return put
-
-
-def launch(trainer: InProcessRun, **keys) -> Result:
-    result = trainer.launch(**keys)
-    assert result.code == 0, result.err
-    return result
 
 
 def leftovers(out_dir: Path) -> list[Path]:
@@ -131,7 +124,7 @@ def test_a_resumed_run_fits_in_the_disk_space_that_the_docs_name(tiny, ran, on_d
     """
     on_disk(files=3)
     train(**tiny | dict(eval_interval=2, max_iters=2))
-    launch(InProcessRun(), **tiny | dict(eval_interval=2, max_iters=10), init_from="resume")
+    train(**tiny | dict(eval_interval=2, max_iters=10), init_from="resume")
     assert ran.column("checkpoint", "iter") == [2, 4, 6, 8, 10]
     assert ran.saved == sorted({8, 10, best_logged(ran)})
 
@@ -142,7 +135,7 @@ def test_a_resumed_run_fits_in_the_disk_space_that_the_docs_name(tiny, ran, on_d
 
 def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
     """
-    Return copies of out_dir, made before each call that program.before_disk_calls() watches. A kill
+    Return copies of out_dir, made before each call that before_disk_calls() watches. A kill
     at that moment would leave the same files. States that differ only in the contents of a
     non-empty log.txt or unfinished file share a copy.
     """
@@ -158,9 +151,8 @@ def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
             states[tuple(state)] = copies / str(len(states))
             shutil.copytree(out_dir, states[tuple(state)])
 
-    trainer = InProcessRun()
-    trainer.at["disk", None] = look
-    launch(trainer, **keys)
+    with before_disk_calls(look):
+        train(**keys)
     return [*states.values()]
 
 
