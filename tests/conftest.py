@@ -115,6 +115,14 @@ def ran(tiny) -> program.Run:
     return program.Run(tiny["out_dir"])
 
 
+@pytest.fixture(scope="module")
+def straight(request, tokens, tmp_path_factory) -> Path:
+    """Train a run with the keys that the test module has in TINY, and return its folder."""
+    out_dir = tmp_path_factory.mktemp("straight")
+    program.train(**program.TINY_RUN | request.module.TINY, dataset=tokens, out_dir=out_dir)
+    return out_dir
+
+
 def pytest_collection_modifyitems(items):
     """Skip gpu tests if CUDA is missing."""
     for item in items:

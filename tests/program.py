@@ -152,7 +152,8 @@ def write_tokens(folder: Path, train: list[int], val: list[int], vocab: int = 61
         content = header.tobytes() + ids.astype("<u2").tobytes()
         (folder / name).write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
-        shards.append(dict(name=name, tokens=size, bytes=3 * size, sha256=sha256))
+        bytes_each = 3 if i < len(val) else 6  # so that bits per byte must count those of val
+        shards.append(dict(name=name, tokens=size, bytes=bytes_each * size, sha256=sha256))
     manifest = dict(tokenizer="byte", vocab=vocab, eot=0, shards=shards)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
@@ -241,6 +242,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files in a folder, by their paths in it."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@contextlib.contextmanager
+def unchanged(folder: Path):
+    """Check that what is done in a `with` block changes no file of a folder."""
+    before = contents(folder)
+    yield
+    assert contents(folder) == before
 
 
 # the fields of a record that do not depend on time

@@ -201,6 +201,14 @@ def shuffled_windows(tokens: Tensor, T: int, seed: int) -> Iterator[Tensor]:
         epoch += 1
 
 
+def spread_windows(ids: Tensor, T: int, tokens: int) -> list[Tensor]:
+    """Return the windows of an evaluation on so many tokens, spread evenly over a split."""
+    available = (len(ids) - 1) // T
+    count = min(tokens // T, available)
+    starts = [number * available // count * T for number in range(count)]
+    return [ids[start : start + T + 1] for start in starts]
+
+
 # -----------------------------------------------------------------------------
 # The run
 
@@ -264,11 +272,5 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float:
-        """Return the loss of windows that are spread evenly over a split."""
-        tokens = self.splits[split]
-        T = self.c.block_size
-        count = self.c.eval_tokens // T
-        available = (len(tokens) - 1) // T
-        starts = [number * available // count * T for number in range(count)]
-        windows = [tokens[start : start + T + 1] for start in starts]
+        windows = spread_windows(self.splits[split], self.c.block_size, self.c.eval_tokens)
         return mean_loss(self.weights, self.c, windows).item()

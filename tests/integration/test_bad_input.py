@@ -137,7 +137,6 @@ if not torch.cuda.is_available():
 
 PREPARATION = [
     ("data/prepare_text.py nowhere.txt --out=out", "nowhere.txt .md"),
-    ("data/prepare_text.py book.txt --val_fraction=2 --out=out", "val_fraction between 0 and 0.5"),
     ("data/prepare_fineweb.py --val_fraction=nan --out=out", "val_fraction between 0 and 0.5"),
     ("data/prepare_text.py book.txt --ouput=out", "unrecognized"),
     ("data/prepare_text.py book.txt --out=tokens", "give another --out"),

@@ -20,7 +20,6 @@ import pytest
 from fault_injection import before_disk_calls, fill, free, watched
 from program import (
     ROOT,
-    TINY_RUN,
     InProcessRun,
     Run,
     assert_same_run,
@@ -40,19 +39,11 @@ from tools.curves import open_run
 
 fcntl = pytest.importorskip("fcntl", reason="disks and signals of POSIX")
 
-TINY = TINY_RUN | dict(n_layer=1, n_embd=16, gradient_accumulation_steps=1, max_iters=8)
+TINY = dict(n_embd=16, gradient_accumulation_steps=1, max_iters=8)
 TINY |= dict(lr_decay_iters=12, eval_interval=4, eval_tokens=160, dropout=0.1, learning_rate=0.3)
 TINY |= dict(warmup_iters=6)
 # the loss falls, so the newest checkpoint is the best, and averages replace the weights at the end
 AVERAGED = dict(learning_rate=0.01, warmup_iters=2, optimizer="muon")
-
-
-@pytest.fixture(scope="module")
-def straight(tokens, tmp_path_factory) -> Path:
-    """Train a run that nothing interrupts."""
-    out_dir = tmp_path_factory.mktemp("straight")
-    train(**TINY, dataset=tokens, out_dir=out_dir)
-    return out_dir
 
 
 @pytest.fixture

@@ -129,32 +129,24 @@ def resumed(program: Path, *others: list[str], **keys) -> list[Result]:
 # Keys, weights, groups, optimizers
 
 
-@pytest.fixture(scope="module")
-def whole(tokens, tmp_path_factory) -> Path:
-    """Train a whole run with the unchanged program."""
-    out_dir = tmp_path_factory.mktemp("whole")
-    train(**TINY, dataset=tokens, out_dir=out_dir)
-    return out_dir
-
-
 @pytest.fixture
-def half(whole, tmp_path) -> Path:
-    """Copy `whole` without the last checkpoint, so that a resume starts halfway."""
+def half(straight, tmp_path) -> Path:
+    """Copy `straight` without the last checkpoint, so that a resume starts halfway."""
     out_dir = tmp_path / "half"
-    shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt"))
+    shutil.copytree(straight, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt"))
     return out_dir
 
 
-def test_a_run_from_before_a_new_key_resumes_with_the_keys_default(tokens, whole, half, tmp_path):
+def test_a_run_from_before_a_new_key_resumes_with_its_default(tokens, straight, half, tmp_path):
     program = changed(tmp_path / "program", NEW_KEY)
     keys = dict(dataset=tokens, out_dir=half, init_from="resume")
-    sampling = ["sample.py", *flags(**SAMPLE, init_from=whole / "ckpt-00000008.pt")]
+    sampling = ["sample.py", *flags(**SAMPLE, init_from=straight / "ckpt-00000008.pt")]
     other, resumed, theirs = launches(
         program, training(**keys, scale=2.0), training(**keys), sampling
     )
     refused(other, "scale")
     assert (resumed.code, theirs.code) == (0, 0), (resumed, theirs)
-    assert_same_run(half, whole, 8)
+    assert_same_run(half, straight, 8)
     assert Run(half).state(8)["config"]["scale"] == 1.0
     assert theirs.out == run(*sampling).out
 
@@ -244,8 +236,8 @@ def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(to
     program = changed(tmp_path / "program", NOISY | UNCOMPILED)
     keys = dict(dropout=0.1, dataset=tokens)
     compiled = training(**keys, out_dir="compiled", compile=True)
-    straight, *results = resumed(program, compiled, **keys)
-    assert all(not r.code and "warning" not in r.err for r in (straight, *results)), results
+    first, *results = resumed(program, compiled, **keys)
+    assert all(not r.code and "warning" not in r.err for r in (first, *results)), results
     assert_same_run(program / "whole", program / "compiled", 8)
     weights = Run(program / "whole").state(8)["model"]
     assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
@@ -416,17 +408,17 @@ DOCUMENTED = {  # the page's code and edits, the change's keys, and values that 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
-    name, tokens, whole, tmp_path
+    name, tokens, straight, tmp_path
 ):
     """Two ranks have the losses of one process, and another teacher or mixture is other data."""
     files, edits, keys, others = DOCUMENTED[name]
     program = changed(tmp_path / "program", files, edits)
     shutil.copytree(tokens, program / "data/tokens")
-    shutil.copytree(whole, program / "before")
+    shutil.copytree(straight, program / "before")
     write_tokens(program / "data/other", [900], [300])
     keys = dict(dataset="tokens", **keys)
     wrong = [training(**keys | {key: other}, out_dir="halves") for key, other in others.items()]
-    straight, *refusals = resumed(program, *wrong, **keys)
+    run, *refusals = resumed(program, *wrong, **keys)
     for result in refusals:
         refused(result, "dataset: ")
     train_ranks(2, cwd=program, **TINY | keys, out_dir="ranks")
@@ -436,12 +428,12 @@ def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
         assert two.steps(number) == pytest.approx(one.steps(number), rel=1e-4)
     assert two.evals("val_loss") == pytest.approx(one.evals("val_loss"), rel=1e-4)
     # each change acts: on the first iteration's loss, or later on what training reads
-    losses = (Run(whole).steps("loss"), one.steps("loss"))
+    losses = (Run(straight).steps("loss"), one.steps("loss"))
     assert losses[0][-1] != pytest.approx(losses[1][-1], rel=1e-5)
     if name == "a batch that doubles":
         total = 4 * 128 + 4 * 256
         assert one.column("end", "tokens")[-1] == total
-        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in straight.out
+        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in run.out
 
 
 DIFFUSION = block("masked / share")

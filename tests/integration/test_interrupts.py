@@ -15,7 +15,6 @@ import torch
 from fault_injection import watched
 from program import (
     FAST,
-    TINY_RUN,
     InProcessRun,
     Run,
     assert_same_run,
@@ -31,21 +30,13 @@ from program import (
     train,
 )
 
-TINY = TINY_RUN | dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, min_lr=0.001)
+TINY = dict(gradient_accumulation_steps=3, learning_rate=0.01, min_lr=0.001)
 TINY |= dict(warmup_iters=3, max_iters=12, lr_decay_iters=12, eval_interval=4, eval_tokens=20 * 16)
 TINY |= dict(keep_checkpoints=9, seed=5, dropout=0.2)
 
 
-@pytest.fixture(scope="module")
-def unbroken(tokens, tmp_path_factory):
-    """Train a run that nothing interrupts."""
-    out_dir = tmp_path_factory.mktemp("unbroken")
-    train(**TINY, dataset=tokens, out_dir=out_dir)
-    return out_dir
-
-
 # -----------------------------------------------------------------------------
-# Stopped and resumed = unbroken
+# Stopped and resumed = straight
 
 KINDS = {
     "float16 with its scale": dict(dtype="float16"),
@@ -101,7 +92,7 @@ if sys.platform != "win32":  # its warning, then its end
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
-    what, tiny, ran, unbroken
+    what, tiny, ran, straight
 ):
     """Save at a signal, but not after an error, which may come in the middle of an update."""
     moment, happens, code, saved, evaluated = BREAKS[what]
@@ -114,7 +105,7 @@ def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
     assert ("error: out of memory; " in result.err) == (code == 1)
     assert ("stopping" in result.err) == (code != 1)
     assert trainer.launch(**tiny).code == 0
-    assert_same_run(unbroken, ran.out_dir, 12)
+    assert_same_run(straight, ran.out_dir, 12)
 
 
 TWICE = """
@@ -140,7 +131,7 @@ OWN_TERMINAL = """
 
 @needs_signals
 @pytest.mark.parametrize("end", ENDS)
-def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny, ran, unbroken):
+def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny, ran, straight):
     """Leave each record once in the log."""
     action, code, saved, said = ENDS[end]
     before = OWN_TERMINAL if "terminal" in end else ""
@@ -151,7 +142,7 @@ def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny,
     stopped = [signal.Signals(code - 128).name] if 6 in saved else []
     assert ran.column("end", "reason") == stopped
     train(**tiny)
-    assert_same_run(unbroken, ran.out_dir, 12)
+    assert_same_run(straight, ran.out_dir, 12)
     assert ran.column("checkpoint", "iter") == sorted({*saved, 8, 12})
     assert ran.column("end", "reason") == ["max_iters"]
 

@@ -4,7 +4,6 @@ hand, and runs that must be equal.
 """
 
 import functools
-import json
 import math
 import shutil
 from pathlib import Path
@@ -23,13 +22,12 @@ from program import (
     InProcessRun,
     Run,
     assert_same_run,
-    contents,
     gradients_of_nan,
     lines,
     same,
     train,
     train_ranks,
-    write_tokens,
+    unchanged,
 )
 
 import common.environment  # noqa: F401  (counts threads for 0.09 s, which no run's clock may see)
@@ -37,9 +35,6 @@ from configurator import Config
 from model_fast import model_config
 
 T = 16  # context
-V = 61  # vocabulary; padded to 128
-TRAIN = [700, 37, 500]  # tokens in each shard: 77 windows in all; 12 iterations read 144
-VAL = [250, 150]
 BASE = TINY_RUN | dict(
     n_layer=2,
     bias=True,
@@ -62,39 +57,19 @@ BASE = TINY_RUN | dict(
 CLOSE = dict(abs=5e-6)
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    folder = write_tokens(tmp_path_factory.mktemp("numbers") / "tokens", TRAIN, VAL, V)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for shard in manifest["shards"]:
-        if shard["name"].startswith("train"):
-            shard["bytes"] *= 2  # bits per byte must count only validation bytes
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(tokens, tmp_path_factory):
+def write_weights(folder: Path, tokens: Path, **config) -> Path:
     """
-    Return a function that saves weights as far from 0 as a trained model's, biases and norms
-    included. With the small weights of a new model, a wrong GELU would hardly change the loss.
+    Write weights as far from 0 as a trained model's, biases and norms included. With the small
+    weights of a new model, a wrong GELU would hardly change the loss.
     """
-    folder = tmp_path_factory.mktemp("trained")
-
-    def make(**changes) -> Path:
-        config = BASE | changes
-        name = f"bias_{config['bias']}_tied_{config.get('tie_weights', True)}"
-        if not (folder / f"{name}.pt").exists():
-            train(**config | dict(max_iters=0), dataset=tokens, out_dir=folder / name)
-            state = Run(folder / name).state(0)
-            generator = torch.Generator().manual_seed(0)
-            # one tensor may have two names
-            for p in {p.data_ptr(): p for p in state["model"].values()}.values():
-                p += 0.2 * torch.randn(p.shape, generator=generator)
-            torch.save(state, folder / f"{name}.pt")
-        return folder / f"{name}.pt"
-
-    return make
+    train(**config | dict(max_iters=0), dataset=tokens, out_dir=folder)
+    state = Run(folder).state(0)
+    generator = torch.Generator().manual_seed(0)
+    # one tensor may have two names
+    for p in {p.data_ptr(): p for p in state["model"].values()}.values():
+        p += 0.2 * torch.randn(p.shape, generator=generator)
+    torch.save(state, folder / "weights.pt")
+    return folder / "weights.pt"
 
 
 # -----------------------------------------------------------------------------
@@ -117,13 +92,13 @@ KINDS = dict(
 
 
 @pytest.mark.parametrize("kind", slow_but(*[*KINDS][:3], of=KINDS))
-def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, trained, tmp_path):
+def test_a_run_logs_and_saves_what_a_second_trainer_computes(kind, tokens, tmp_path):
     """
     Compare losses, learning rates, gradient norms and weights with the plain trainer in
     reference_gpt2.py.
     """
     config = BASE | KINDS[kind]
-    weights = trained(**config)
+    weights = write_weights(tmp_path / "before", tokens, **config)
     train(**config, init_from=weights, dataset=tokens, out_dir=tmp_path)
     before, second = (reference_gpt2.weights(torch.load(weights)["model"]) for _ in "ab")
     expected = reference_gpt2.train(second, tokens, config)
@@ -188,8 +163,8 @@ def test_a_run_from_scratch_has_gpt2s_initial_weights_and_a_loss_near_ln_v(token
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple():
-    for multiple, padded in {1: V, 2: 62, 64: 64, 128: 128}.items():
-        made = model_config(Config(pad_vocab_multiple=multiple), V)
+    for multiple, padded in {1: 61, 2: 62, 64: 64, 128: 128}.items():
+        made = model_config(Config(pad_vocab_multiple=multiple), vocab=61)
         assert made.vocab_size == padded
 
 
@@ -197,10 +172,11 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_pad_vocab_multiple():
 # Dropout and samples
 
 
-def test_dropout_acts_in_training_but_not_in_evaluations_and_samples(tokens, trained, tmp_path):
+def test_dropout_acts_in_training_but_not_in_evaluations_and_samples(tokens, tmp_path):
     # with rates of 0 both runs keep the weights that they start from
-    config = BASE | dict(learning_rate=0, min_lr=0, sample_tokens=20, init_from=trained())
-    config |= dict(max_iters=6, eval_interval=3)
+    config = BASE | dict(learning_rate=0, min_lr=0, max_iters=6, eval_interval=3)
+    weights = write_weights(tmp_path / "before", tokens, **config)
+    config |= dict(sample_tokens=20, init_from=weights)
     without, dropping = (Run(tmp_path / name) for name in ("0.0", "0.5"))
     for seen in (without, dropping):
         train(**config, dropout=seen.out_dir.name, dataset=tokens, out_dir=seen.out_dir)
@@ -292,17 +268,17 @@ def test_eval_only_evaluates_once_and_writes_nothing(tokens, tmp_path):
     last = out_dir / "ckpt-00000012.pt"
     losses = Run(out_dir).evals("train_loss", "val_loss")[-1]
 
-    before = contents(tmp_path)
     for start_from in (
         dict(init_from="resume", out_dir=out_dir),
         dict(out_dir=out_dir),  # the run that is there
         dict(init_from=last, out_dir=tmp_path / "new"),
     ):
-        result = train(**BASE, **start_from, eval_only=True, dataset=tokens)
+        with unchanged(tmp_path):
+            result = train(**BASE, **start_from, eval_only=True, dataset=tokens)
         (line,) = lines(result.out, "step ")
         assert "train loss {:.4f}, val loss {:.4f}".format(*losses) in line
-        assert "\niter " not in result.out
-    assert contents(tmp_path) == before and not (tmp_path / "new").exists()
+        assert not lines(result.out, "iter ")
+    assert not (tmp_path / "new").exists()
 
 
 # -----------------------------------------------------------------------------

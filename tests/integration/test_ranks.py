@@ -16,7 +16,6 @@ from fault_injection import watched
 from program import (
     FAST,
     ROOT,
-    TINY_RUN,
     Run,
     finish,
     finish_ranks,
@@ -33,16 +32,8 @@ from program import (
 pytest.importorskip("fcntl", reason="signals of POSIX")
 
 
-TINY = TINY_RUN | dict(gradient_accumulation_steps=4, learning_rate=0.01, warmup_iters=2)
+TINY = dict(gradient_accumulation_steps=4, learning_rate=0.01, warmup_iters=2)
 TINY |= dict(max_iters=12, lr_decay_iters=12, eval_interval=6, eval_tokens=320)
-
-
-@pytest.fixture(scope="module")
-def alone(tokens, tmp_path_factory) -> Path:
-    """Train in one process."""
-    out_dir = tmp_path_factory.mktemp("alone")
-    train(**TINY, dataset=tokens, out_dir=out_dir)
-    return out_dir
 
 
 def assert_same_numbers(left: Path, ran: Run) -> None:
@@ -93,11 +84,11 @@ def test_ranks_hold_the_same_weights_and_a_run_of_theirs_resumes_in_one_process(
 
 
 @pytest.mark.slow
-def test_compiled_ranks_train_like_one_eager_process(tiny, ran, alone):
+def test_compiled_ranks_train_like_one_eager_process(tiny, ran, straight):
     for last in (6, 12):
         results = train_ranks(2, **tiny | dict(max_iters=last, compile=True))
         assert "".join(result.out for result in results).count("compile: ") == 1
-    assert_same_numbers(alone, ran)
+    assert_same_numbers(straight, ran)
     assert not ran.records("event")
 
 
@@ -145,12 +136,12 @@ def test_a_bad_start_prints_one_error_line_for_all_ranks_and_trains_nothing(
 
 
 def test_a_rank_left_in_the_environment_means_nothing_without_a_world_size(
-    tiny, ran, alone, monkeypatch
+    tiny, ran, straight, monkeypatch
 ):
     for name, value in dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="").items():
         monkeypatch.setenv(name, value)
     train(**tiny)
-    assert_same_numbers(alone, ran)
+    assert_same_numbers(straight, ran)
 
 
 def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(tiny, tmp_path):
@@ -185,7 +176,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
-    what, tiny, ran, tokens, alone, tmp_path
+    what, tiny, ran, tokens, straight, tmp_path
 ):
     """Resume in one process like one that nothing has broken."""
     when, action, codes, word, reason, saved, evaluated = BREAKS[what]
@@ -201,7 +192,7 @@ def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
         assert ran.saved[-1] == ran.end["iters"] == len(ran.steps("iter"))
     assert (ran.saved, ran.evals("iter")) == (saved, evaluated)
     train(**tiny)
-    assert_same_numbers(alone, ran)
+    assert_same_numbers(straight, ran)
 
 
 # -----------------------------------------------------------------------------
@@ -209,7 +200,7 @@ def test_what_ends_one_rank_ends_all_and_they_save_what_they_can(
 
 
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone):
+def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, straight):
     words = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     words += [str(ROOT / "train.py"), *flags(**tiny | dict(max_iters=10**6))]
     process = start(*words, cold=True, GLOO_SOCKET_IFNAME="lo")
@@ -226,4 +217,4 @@ def test_sigterm_to_torchrun_saves_once_and_leaves_no_process(tiny, ran, alone):
     assert (ran.end["reason"], ran.end["iters"]) == ("SIGTERM", ran.saved[-1])
     text = finish(process).out
     assert text.count("\niter 9:") == text.count(f"checkpoint {ran.saved[-1]}: ") == 1  # once
-    assert_same_numbers(alone, ran)
+    assert_same_numbers(straight, ran)
