@@ -369,6 +369,15 @@ class InProcessRun:
             return run("train.py", *files, *flags(**keys))
 
 
+def stopped(iteration: int, *files, **keys) -> Result:
+    """Run train.py until SIGTERM comes after so many iterations."""
+    trainer = InProcessRun()
+    trainer.at["iteration", iteration] = sigterm
+    result = trainer.launch(*files, **keys)
+    assert result.code == 128 + signal.SIGTERM, result.err
+    return result
+
+
 # -----------------------------------------------------------------------------
 # Processes
 

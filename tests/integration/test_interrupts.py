@@ -27,6 +27,7 @@ from program import (
     same,
     sigterm,
     start,
+    stopped,
     train,
 )
 
@@ -52,11 +53,9 @@ KINDS = {
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, tmp_path):
     keys = tiny | KINDS[kind]
     train(**keys | dict(out_dir=tmp_path))
-    trainer = InProcessRun()
-    trainer.at["iteration", 6] = sigterm
-    assert trainer.launch(**keys).code == 143
+    stopped(6, **keys)
     assert ran.saved[-1] == 6
-    assert trainer.launch(**keys).code == 0
+    train(**keys)
     assert_same_run(tmp_path, ran.out_dir, 12)
     samples = ran.column("sample", "iter", "text")
     assert samples == Run(tmp_path).column("sample", "iter", "text")
@@ -139,8 +138,8 @@ def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny,
     result = finish(start(*script, *flags(**tiny)))
     assert (result.code, ran.saved) == (code, saved)
     assert said in result.err
-    stopped = [signal.Signals(code - 128).name] if 6 in saved else []
-    assert ran.column("end", "reason") == stopped
+    reasons = [signal.Signals(code - 128).name] if 6 in saved else []
+    assert ran.column("end", "reason") == reasons
     train(**tiny)
     assert_same_run(straight, ran.out_dir, 12)
     assert ran.column("checkpoint", "iter") == sorted({*saved, 8, 12})
@@ -178,9 +177,8 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights_and_goes_on_from_the_w
 @pytest.mark.parametrize("recipe", [FAST, {}], ids=["averages", "adamw"])
 def test_a_resume_that_ends_where_it_begins_completes_the_run_once(recipe, tiny, ran):
     """Evaluate and save the averages, which replace the weights that were evaluated there."""
-    keys, trainer = tiny | recipe, InProcessRun()
-    trainer.at["iteration", 5] = sigterm
-    trainer.launch(**keys)
+    keys = tiny | recipe
+    stopped(5, **keys)
     (ran.out_dir / "ckpt-00000005.pt").unlink()
     before = ran.state(4)
     assert before["val_loss"] is not None
@@ -215,9 +213,7 @@ def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):
     keys = tiny | dict(eval_iters=5)
     del keys["eval_tokens"]  # as in nanoGPT's configs
     del keys["dtype"]  # auto, which is not float16 on a CPU
-    trainer = InProcessRun()
-    trainer.at["iteration", 1] = sigterm
-    trainer.launch(**keys, dtype="float16")
+    stopped(1, **keys, dtype="float16")
     smaller = dict(batch_size=2, gradient_accumulation_steps=6)  # as many sequences
     train(**keys | smaller)
     first, second = ran.column("start", "config")

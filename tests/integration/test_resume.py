@@ -1,5 +1,6 @@
 """Continue runs by other commands, finished runs, and runs whose dataset has changed."""
 
+import functools
 import shutil
 from dataclasses import replace
 
@@ -9,13 +10,12 @@ import torch
 from cases import another_value
 from char_dataset import SHORT_RUN, T
 from program import (
-    InProcessRun,
     assert_same_run,
     flags,
     lines,
     refused,
     run,
-    sigterm,
+    stopped,
     train,
     unchanged,
 )
@@ -57,9 +57,7 @@ OTHERS |= dict(log_interval=2, sample_tokens=3, loss_chunk="16")
 def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(tiny, ran, tmp_path):
     tiny |= OTHERS
     train(**tiny | dict(out_dir=tmp_path / "straight"))
-    trainer = InProcessRun()
-    trainer.at["iteration", 5] = sigterm
-    assert trainer.launch(**tiny).code == 143
+    stopped(5, **tiny)
     result = train(out_dir=ran.out_dir)
     _, keeps = lines(result.out, "resume: ")
     # but for dtype, which the device's line shows
@@ -85,11 +83,9 @@ def test_a_config_file_computes_with_the_values_that_its_run_keeps(tiny, ran, tm
     file = tmp_path / "mine.py"
     file.write_text("lr_decay_iters = max_iters\neval_interval = 1 + max_iters // 2\n")
     del tiny["eval_interval"]
-    trainer = InProcessRun()
-    trainer.at["iteration", 5] = sigterm
-    assert trainer.launch(str(file), **tiny).code == 143
+    stopped(5, str(file), **tiny)
     del tiny["max_iters"]
-    assert trainer.launch(str(file), **tiny).code == 0
+    assert run("train.py", str(file), *flags(**tiny)).code == 0
     first, second = ran.column("start", "config")
     assert second == first and first["lr_decay_iters"] == 8
 
@@ -120,16 +116,13 @@ def test_a_checkpoint_under_another_iterations_name_is_refused(tiny, ran):
         refused(result, "ckpt-00000009.pt: holds iteration 8", "ckpt-00000008.pt")
 
 
-@pytest.mark.parametrize("is_over", [False, True], ids=["stopped", "over"])
-def test_a_run_takes_other_hyperparameters_only_with_init_from_resume(is_over, tiny, ran):
+@pytest.mark.parametrize("begin", [functools.partial(stopped, 5), train], ids=["stopped", "over"])
+def test_a_run_takes_other_hyperparameters_only_with_init_from_resume(begin, tiny, ran):
     """
     Refuse each that a command sets to another value. A loop over rates, or a config that somebody
     has edited, would else train on with them, or in a folder whose run is over not at all.
     """
-    trainer = InProcessRun()
-    if not is_over:
-        trainer.at["iteration", 5] = sigterm
-    trainer.launch(**tiny)
+    begin(**tiny)
     with unchanged(ran.out_dir):
         for name, other in dict(learning_rate=0.02, dropout=0.1, eval_tokens=64).items():
             kept = ran.state()["config"][name]
