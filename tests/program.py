@@ -475,7 +475,7 @@ def train_ranks(n: int, *, codes: Sequence[int | None] = (), cwd: Path = ROOT, *
 
 
 FOLDERS = (".", "common", "config", "data", "machine", "run", "tools")
-CLASS = r"^class ({})\b.*:\n((?:(?: .*)?\n)+)"  # with its members, which are indented
+CLASS = r"^class ({})\b.*\n((?:(?: .*)?\n)+)"  # with its members, which are indented
 
 
 def changed(folder: Path, changes: dict[str, str], edits: Sequence[tuple[str, str, str]] = ()):
