@@ -9,6 +9,8 @@ import program
 import pytest
 import torch
 
+from common.process import ASK_TO_STOP
+
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Under nohup, those processes would ignore SIGHUP too. With a handler the tests still outlive the
@@ -40,9 +42,7 @@ def own_compiler_cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def restored_process_state(request):
     """Restore the signal handlers and reset the torch settings that train.main changes."""
-    names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGHUP")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in ASK_TO_STOP}
     # A fixture of module scope may have trained and left its run's handler in place.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.node.get_closest_marker("slow"):
@@ -113,6 +113,14 @@ def tiny(request, tokens, tmp_path) -> dict:
 def ran(tiny) -> program.Run:
     """Read what a run with the keys of `tiny` has left."""
     return program.Run(tiny["out_dir"])
+
+
+@pytest.fixture(scope="module")
+def straight(request, tokens, tmp_path_factory) -> Path:
+    """Train a run with the keys that the test module has in TINY, and return its folder."""
+    out_dir = tmp_path_factory.mktemp("straight")
+    program.train(**program.TINY_RUN | request.module.TINY, dataset=tokens, out_dir=out_dir)
+    return out_dir
 
 
 def pytest_collection_modifyitems(items):

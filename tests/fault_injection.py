@@ -1,12 +1,16 @@
 """
-Inject faults: fill a disk, or start train.py in its own process with lines of Python that run after
-each update. In the test's own process, use program.InProcessRun instead.
+Inject faults: fill a disk, act before each call that changes one, or start train.py in its own
+process with lines of Python that run after each update. In the test's own process, use
+program.InProcessRun instead.
 """
 
 import contextlib
+import io
 import os
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from program import ROOT
 
@@ -14,7 +18,7 @@ PAGE = 1 << 12  # bytes; a tmpfs hands out space in pages of this size
 
 
 # -----------------------------------------------------------------------------
-# A disk that others fill
+# Disks
 
 
 def fill(disk: Path) -> None:
@@ -31,6 +35,44 @@ def free(disk: Path, size: int | None = None) -> None:
     filler = disk / "filler"
     if filler.exists():
         os.truncate(filler, 0 if size is None else filler.stat().st_size - size)
+
+
+@contextlib.contextmanager
+def before_disk_calls(action: Callable[[], None]):
+    """
+    Call action() before each open() for writing, before the data of such a file is handed to the
+    system, and before each fsync, replace, rename, unlink and mkdir of the os module.
+    """
+    real_open = io.open
+
+    class File(io.FileIO):
+        def write(self, data):
+            action()
+            return super().write(data)
+
+    def opening(file, mode="r", *arguments, **named):
+        if not set(mode) & set("wax+"):
+            return real_open(file, mode, *arguments, **named)
+        assert "b" in mode, "a run writes text as bytes"
+        action()
+        raw = File(file, mode.replace("b", ""))
+        return io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+
+    def wrapped(name):
+        function = getattr(os, name)
+
+        def call(*arguments, **named):
+            action()
+            return function(*arguments, **named)
+
+        return mock.patch.object(os, name, call)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("fsync", "replace", "rename", "unlink", "mkdir"):
+            patches.enter_context(wrapped(name))
+        patches.enter_context(mock.patch("builtins.open", opening))
+        patches.enter_context(mock.patch("io.open", opening))
+        yield
 
 
 # -----------------------------------------------------------------------------

@@ -6,14 +6,17 @@ needs no name from inside the program, so the program can be rewritten while the
 come from outside too: signals, damaged bytes, a disk that is really full, or patched functions of
 the standard library and torch.
 
-    run("train.py", *flags)          in this process: some 50 ms for a tiny run
-    start("train.py", *flags)        a process of its own, forked by fork_server.py: some 300 ms
+    run("train.py", *flags(...))     in this process: some 50 ms for a tiny run
+    train(...)                       the same, and checks that it succeeds
+    write_tokens(folder, ...)        a dataset
+    Run(folder)                      what a run has left there
+    InProcessRun().launch(...)       a run that something happens to, or with a clock of its own
+    start("train.py", *flags(...))   a process of its own, forked by fork_server.py: some 300 ms
     start(..., cold=True)            a fresh Python: some 3 s
-    start_ranks(2, *flags)           as torchrun would start them
+    train_ranks(2, ...)              processes that train together, as torchrun would start them
     changed(folder, {...})           a copy of the program with some functions replaced
 """
 
-import ast
 import collections
 import contextlib
 import hashlib
@@ -22,15 +25,15 @@ import io
 import itertools
 import json
 import os
+import re
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -45,10 +48,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_flatten
 
 ROOT = Path(__file__).resolve().parent.parent
-# what a copy of the program needs besides the scripts; tests, pages and results stay behind
-FOLDERS = ("run", "tools", "machine", "data", "common", "config")
 
 needs_signals = pytest.mark.skipif(
     sys.platform == "win32", reason="Windows sends no process a signal that it could answer"
@@ -71,14 +73,14 @@ TINY_RUN = dict(
 FAST = dict(model="fast", optimizer="muon", learning_rate=0.025, bias=True, tie_weights=False)
 
 
+# -----------------------------------------------------------------------------
+# A script in this process
+
+
 class Result(NamedTuple):
     code: int
     out: str
     err: str
-
-
-# -----------------------------------------------------------------------------
-# Starting a script
 
 
 def flags(**keys) -> list[str]:
@@ -132,6 +134,253 @@ def refused(result: Result, *words: str) -> str:
     return line
 
 
+# -----------------------------------------------------------------------------
+# A dataset, and what a run leaves
+
+
+def write_tokens(folder: Path, train: list[int], val: list[int], vocab: int = 61) -> Path:
+    """
+    Write a dataset of random tokens with a little structure to learn, in shards of the given sizes.
+    """
+    folder.mkdir(parents=True)
+    rng, shards = np.random.RandomState(1), []
+    for i, size in enumerate([*val, *train]):
+        name = f"{'val' if i < len(val) else 'train'}_{i:06}.bin"
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, size  # llm.c's format
+        ids = np.cumsum(rng.randint(0, 3, size)) % vocab
+        content = header.tobytes() + ids.astype("<u2").tobytes()
+        (folder / name).write_bytes(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        bytes_each = 3 if i < len(val) else 6  # so that bits per byte must count those of val
+        shards.append(dict(name=name, tokens=size, bytes=bytes_each * size, sha256=sha256))
+    manifest = dict(tokenizer="byte", vocab=vocab, eot=0, shards=shards)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+class Run:
+    """Read what a run has left in its folder, at the moment of each question."""
+
+    def __init__(self, out_dir: Path | str):
+        self.out_dir = Path(out_dir)
+
+    def records(self, kind: str | None = None) -> list[dict]:
+        """
+        Return the records of metrics.jsonl, either all or those of one kind, without lines that a
+        full disk has cut.
+        """
+        found = []
+        for line in (self.out_dir / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [record for record in found if kind in (None, record["kind"])]
+
+    def column(self, kind: str, *names: str) -> list:
+        """
+        Return a tuple of these fields for each record of a kind; for a single name, plain values.
+        """
+        rows = [tuple(record[name] for name in names) for record in self.records(kind)]
+        return [row[0] for row in rows] if len(names) == 1 else rows
+
+    def steps(self, *names: str) -> list:
+        return self.column("step", *names)
+
+    def evals(self, *names: str) -> list:
+        return self.column("eval", *names)
+
+    @property
+    def saved(self) -> list[int]:
+        """Return the iterations of the checkpoints, in order."""
+        names = [path.stem for path in self.out_dir.glob("ckpt-*.pt")]
+        return sorted(int(name.removeprefix("ckpt-")) for name in names)
+
+    def state(self, iter_num: int = -1) -> dict:
+        """Load the checkpoint of an iteration, or the newest one."""
+        it = self.saved[-1] if iter_num < 0 else iter_num
+        return torch.load(self.out_dir / f"ckpt-{it:08}.pt", weights_only=True)
+
+    @property
+    def best(self) -> dict:
+        """Load the checkpoint with the lowest validation loss."""
+        evaluated = [state for state in map(self.state, self.saved) if state["val_loss"]]
+        return min(evaluated, key=lambda state: state["val_loss"])
+
+    @property
+    def end(self) -> dict:
+        """Return the record of the end of the last launch."""
+        return self.records("end")[-1]
+
+
+def same(a, b) -> bool:
+    """Return whether two parts of checkpoints are exactly equal, without any tolerance."""
+    (ours, form), (theirs, other_form) = tree_flatten(a), tree_flatten(b)
+    return form == other_form and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def assert_same_run(left, right, iter_num: int, log_has_gaps: bool = False) -> None:
+    """
+    Check that two folders hold the same run: what is saved after `iter_num` iterations, and the
+    fields STEP and EVAL of its records. If the log of `right` has gaps, check the records that it
+    has.
+    """
+    left, right = Run(left), Run(right)
+    a, b = left.state(iter_num), right.state(iter_num)
+    assert same(a["optimizer"]["state"], b["optimizer"]["state"])
+    # The rest of the optimizer follows from the keys, which may differ. The seconds do.
+    for name in (a.keys() | b.keys()) - {"optimizer", "config", "model_config", "ledger"}:
+        assert same(a[name], b[name]), name
+    for kind, names in (("step", STEP), ("eval", EVAL)):
+        ours, theirs = left.column(kind, *names), right.column(kind, *names)
+        assert ours == theirs or (log_has_gaps and all(record in ours for record in theirs))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files in a folder, by their paths in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@contextlib.contextmanager
+def unchanged(folder: Path):
+    """Check that what is done in a `with` block changes no file of a folder."""
+    before = contents(folder)
+    yield
+    assert contents(folder) == before
+
+
+# the fields of a record that do not depend on time
+STEP = ("iter", "loss", "lr", "grad_norm", "tokens", "tokens_after")
+EVAL = ("iter", "train_loss", "val_loss", "tokens")
+
+
+# -----------------------------------------------------------------------------
+# What happens while a run trains in this process
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def gradients_of_nan(passes: Container[int]):
+    """Make the gradients of these backward passes NaN; the first one inside the context is 0."""
+    backward, numbers = torch.Tensor.backward, itertools.count()
+
+    def spoilt(loss):
+        backward(loss * torch.nan if next(numbers) in passes else loss)
+
+    with mock.patch.object(torch.Tensor, "backward", spoilt):
+        yield
+
+
+class InProcessRun:
+    """
+    Launch train.py in this process, and call functions at chosen moments. at["iteration", 7] is
+    called after the seventh update, counted over all launches, and at["lookup", None] at each one.
+
+    update, iteration   before and after an update
+    evaluation, lookup  before an evaluation, and before each embedding lookup without gradients
+    save                before torch.save() writes a file, which is renamed only later
+
+    With `fake_clock`, each moment takes its `seconds`, if it has any. Nothing else takes any time.
+    The time of day is 23:00 at first. Child processes cannot be started, and loss.png cannot be
+    drawn.
+    """
+
+    EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
+
+    def __init__(self, fake_clock: bool = False) -> None:
+        self.at: dict[tuple[str, int | None], Callable[[], object]] = {}
+        self.count: collections.Counter[str] = collections.Counter()
+        self.seconds = dict(iteration=10.0, evaluation=4.0, save=1.0)
+        self.now = 0.0
+        self.fake_clock = fake_clock
+        self.doing = ""  # what the model's last batch was for; "update" during an update
+        self.embedding: torch.nn.Embedding  # the last embedding that was looked up
+
+    def happens(self, what: str) -> None:
+        self.now += self.seconds.get(what, 0.0)
+        self.count[what] += 1
+        assert self.count[what] < 10_000, "the run has no end"
+        for number in (None, self.count[what]):
+            self.at.get((what, number), lambda: None)()
+
+    def before_forward(self, module, arguments) -> None:
+        # where FLOPs are counted, tokens are on meta or of another type
+        if not isinstance(module, torch.nn.Embedding) or type(arguments[0]) is not torch.Tensor:
+            return
+        if arguments[0].is_meta:
+            return
+        self.embedding = module
+        if torch.is_grad_enabled():
+            self.doing = "iteration"
+            return
+        if self.doing != "evaluation":
+            self.doing = "evaluation"
+            self.happens("evaluation")
+        self.happens("lookup")
+
+    # an optimizer that calls another one's step makes one update
+
+    def before_step(self, *_) -> None:
+        if self.doing == "iteration":
+            self.doing = "update"
+            self.happens("update")
+
+    def after_step(self, *_) -> None:
+        if self.doing == "update":
+            self.doing = ""
+            self.happens("iteration")
+
+    def launch(self, *files, **keys) -> Result:
+        """Run `python train.py FILE ... --KEY=VALUE ...`, and return its result."""
+        save = torch.save
+
+        def watched_save(*arguments, **options):
+            self.happens("save")
+            save(*arguments, **options)
+
+        self.doing = ""
+        patches = [
+            register_module_forward_pre_hook(self.before_forward),
+            mock.patch("torch.save", watched_save),
+            register_optimizer_step_pre_hook(self.before_step),
+            register_optimizer_step_post_hook(self.after_step),
+        ]
+        if self.fake_clock:
+            importlib.import_module("train")  # a module imported below would keep the fake clock
+            patches += [
+                mock.patch("time.perf_counter", lambda: self.now),
+                mock.patch("time.monotonic", lambda: self.now),
+                mock.patch("time.time", lambda: self.EVENING + self.now),
+                # The class, because one instance would keep the frames that it was raised in, and
+                # what they hold
+                mock.patch("subprocess.Popen", side_effect=OSError),
+                # drawing loss.png would take longer than all the rest
+                mock.patch("tools.curves.save_picture", side_effect=OSError),
+            ]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            return run("train.py", *files, *flags(**keys))
+
+
+def stopped(iteration: int, *files, **keys) -> Result:
+    """Run train.py until SIGTERM comes after so many iterations."""
+    trainer = InProcessRun()
+    trainer.at["iteration", iteration] = sigterm
+    result = trainer.launch(*files, **keys)
+    assert result.code == 128 + signal.SIGTERM, result.err
+    return result
+
+
+# -----------------------------------------------------------------------------
+# Processes
+
 outputs = tempfile.TemporaryDirectory()  # of all processes
 started: list = []  # by the running test
 
@@ -139,14 +388,12 @@ started: list = []  # by the running test
 def start(*arguments: str, cwd: Path = ROOT, cold: bool = False, **environment: str):
     """
     Start `python ARGUMENTS` in a process of its own, with its output in two files. On Linux the
-    process is forked from one that has imported torch. With `cold`, or if the arguments begin with
-    an option of Python's other than -c, it is a fresh Python.
+    process is forked from one that has imported torch, unless it must be `cold`, a fresh Python.
     """
     environment = os.environ | environment
     folder = Path(tempfile.mkdtemp(dir=outputs.name))
-    python_option = arguments[0].startswith("-") and arguments[0] != "-c"
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
-        if cold or python_option or sys.platform != "linux":
+        if cold or sys.platform != "linux":
             command = [sys.executable, *arguments]
             process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=err, env=environment)
         else:
@@ -211,337 +458,48 @@ def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
             process.kill()
 
 
-def changed(folder: Path, changes: dict[str, str]) -> Path:
+def train_ranks(n: int, *, codes: Sequence[int | None] = (), cwd: Path = ROOT, **keys):
     """
-    Copy the program to `folder`. In each file that is a key of `changes`, replace the definitions
-    that its value, Python code, also has: see with_definitions(). Start the copy with cwd=folder.
+    Train with n ranks and return their results, after checking that their exit codes are these, or
+    all 0. None: any but 0, for a rank that may be ended before it notices that another one has.
     """
+    script = keys.pop("script", ["train.py"])
+    processes = start_ranks(n, *flags(**keys), script=script, cwd=cwd)
+    results = finish_ranks(processes, timeout=300)  # compiling may take minutes
+    for result, code in zip(results, codes or [0] * n, strict=True):
+        assert result.code == code or (code is None and result.code), results
+    return results
 
-    def left_out(where: str, names: list[str]) -> list[str]:
-        made = [name for name in names if Path(where).name == "data" and Path(where, name).is_dir()]
-        return ["__pycache__", *made]  # datasets that somebody has made here
 
-    folder.mkdir()
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+# -----------------------------------------------------------------------------
+# A changed program
+
+
+FOLDERS = (".", "common", "config", "data", "machine", "run", "tools")
+CLASS = r"^class ({})\b.*\n((?:(?: .*)?\n)+)"  # with its members, which are indented
+
+
+def changed(folder: Path, changes: dict[str, str], edits: Sequence[tuple[str, str, str]] = ()):
+    """
+    Copy the program to `folder`, and return it. Each edit is a file, text that it has once, and
+    what replaces it. `changes` has Python code for some files: the members of a class that the file
+    has come at that class's end, and all else at the file's end, where it hides what has the same
+    name. Start the copy with cwd=folder.
+    """
+    paths = [path for name in FOLDERS for path in (ROOT / name).glob("*.py")]
+    paths.append(ROOT / "machine/gpus.csv")
+    texts = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in paths}
+    for name, old, new in edits:
+        assert texts[name].count(old) == 1, old
+        texts[name] = texts[name].replace(old, new)
     for name, code in changes.items():
-        text = (folder / name).read_text("utf-8")
-        (folder / name).write_text(with_definitions(text, code), "utf-8")
+        text, main, call = texts[name].partition('\nif __name__ == "__main__":')
+        for new in re.finditer(CLASS.format(r"\w+"), f"{code}\n", re.MULTILINE):
+            if known := re.search(CLASS.format(new[1]), text, re.MULTILINE):
+                text = text[: known.end()] + new[2] + text[known.end() :]
+                code = f"{code}\n".replace(new[0], "")
+        texts[name] = text + code + main + call
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
     return folder
-
-
-def with_definitions(text: str, code: str) -> str:
-    """
-    Return the module `text` with the definitions of `code`. A constant takes the place of the one
-    with its name, and the members of a class come at its end. All else comes at the module's end,
-    but before `if __name__ == "__main__"`, where it hides what has the same name.
-    """
-    lines, new_lines, old = text.splitlines(), code.splitlines(), ast.parse(text).body
-    constants = {ast.unparse(node.targets[0]): node for node in old if isinstance(node, ast.Assign)}
-    classes = {node.name: node.end_lineno for node in old if isinstance(node, ast.ClassDef)}
-    mains = [n.lineno - 1 for n in old if isinstance(n, ast.If) and "__main__" in ast.unparse(n)]
-    edits: list[tuple[int, int, list[str]]] = []  # replace lines [first, last) by these
-    for node in ast.parse(code).body:
-        begin = min(part.lineno for part in (node, *getattr(node, "decorator_list", []))) - 1
-        first = last = mains[-1] if mains else len(lines)
-        if isinstance(node, ast.ClassDef) and node.name in classes:
-            first = last = classes[node.name]
-            begin = node.body[0].lineno - 1
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in constants:
-            known = constants[ast.unparse(node.targets[0])]
-            first, last = known.lineno - 1, known.end_lineno
-        edits.append((first, last, new_lines[begin : node.end_lineno]))
-    for first, last, ours in sorted(reversed(edits), key=lambda edit: -edit[0]):
-        lines[first:last] = ours
-    return "\n".join(lines) + "\n"
-
-
-# -----------------------------------------------------------------------------
-# What happens while a run trains in this process
-
-
-def sigterm() -> None:
-    signal.raise_signal(signal.SIGTERM)
-
-
-def raises(error: BaseException) -> Callable[[], None]:
-    """Return a function that raises the error."""
-
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-@contextlib.contextmanager
-def gradients_of_nan(passes: Container[int]):
-    """Make the gradients of these backward passes NaN; the first one inside the context is 0."""
-    backward, numbers = torch.Tensor.backward, itertools.count()
-
-    def spoilt(loss):
-        backward(loss * torch.nan if next(numbers) in passes else loss)
-
-    with mock.patch.object(torch.Tensor, "backward", spoilt):
-        yield
-
-
-class InProcessRun:
-    """
-    Launch train.py in this process, and call functions at chosen moments. at["iteration", 7] is
-    called after the seventh update, counted over all launches, and at["disk", None] at each call.
-
-    update, iteration   before and after an update
-    evaluation, lookup  before an evaluation, and before each embedding lookup without gradients
-    save, saved         before and after torch.save() writes a file, which is renamed only later
-    disk                before each call that before_disk_calls() lists
-
-    With `fake_clock`, each moment takes its `seconds`, if it has any. Nothing else takes any time.
-    The time of day is 23:00 at first. Child processes cannot be started, and loss.png cannot be
-    drawn.
-    """
-
-    EVENING = datetime(2026, 11, 25, 23, 0).timestamp()
-
-    def __init__(self, fake_clock: bool = False) -> None:
-        self.at: dict[tuple[str, int | None], Callable[[], object]] = {}
-        self.count: collections.Counter[str] = collections.Counter()
-        self.seconds = dict(iteration=10.0, evaluation=4.0, save=1.0)
-        self.now = 0.0
-        self.fake_clock = fake_clock
-        self.doing = ""  # what the model's last batch was for; "update" during an update
-        self.embedding: torch.nn.Embedding  # the last embedding that was looked up
-
-    def happens(self, what: str) -> None:
-        self.now += self.seconds.get(what, 0.0)
-        self.count[what] += 1
-        assert self.count[what] < 10_000, "the run has no end"
-        for number in (None, self.count[what]):
-            self.at.get((what, number), lambda: None)()
-
-    def before_forward(self, module, arguments) -> None:
-        # where FLOPs are counted, tokens are on meta or of another type
-        if not isinstance(module, torch.nn.Embedding) or type(arguments[0]) is not torch.Tensor:
-            return
-        if arguments[0].is_meta:
-            return
-        self.embedding = module
-        if torch.is_grad_enabled():
-            self.doing = "iteration"
-            return
-        if self.doing != "evaluation":
-            self.doing = "evaluation"
-            self.happens("evaluation")
-        self.happens("lookup")
-
-    # an optimizer that calls another one's step makes one update
-
-    def before_step(self, *_) -> None:
-        if self.doing == "iteration":
-            self.doing = "update"
-            self.happens("update")
-
-    def after_step(self, *_) -> None:
-        if self.doing == "update":
-            self.doing = ""
-            self.happens("iteration")
-
-    def time(self) -> float:
-        return self.EVENING + self.now
-
-    @contextlib.contextmanager
-    def watching(self):
-        """Watch all training in this process until the end of the `with` block."""
-        save = torch.save
-
-        def watched_save(*arguments, **options):
-            self.happens("save")
-            save(*arguments, **options)
-            self.happens("saved")
-
-        self.doing = ""
-        patches = [
-            register_module_forward_pre_hook(self.before_forward),
-            mock.patch("torch.save", watched_save),
-            register_optimizer_step_pre_hook(self.before_step),
-            register_optimizer_step_post_hook(self.after_step),
-        ]
-        if self.fake_clock:
-            importlib.import_module("train")  # a module imported below would keep the fake clock
-            patches += [
-                mock.patch("time.perf_counter", lambda: self.now),
-                mock.patch("time.monotonic", lambda: self.now),
-                mock.patch("time.time", self.time),
-                # The class, because one instance would keep the frames that it was raised in, and
-                # what they hold
-                mock.patch("subprocess.Popen", side_effect=OSError),
-                # drawing loss.png would take longer than all the rest
-                mock.patch("tools.curves.save_picture", side_effect=OSError),
-            ]
-        if any(what == "disk" for what, _ in self.at):
-            patches.append(before_disk_calls(lambda: self.happens("disk")))
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
-            yield
-
-    def launch(self, *files, **keys) -> Result:
-        """Run `python train.py FILE ... --KEY=VALUE ...`, and return its result."""
-        with self.watching():
-            return run("train.py", *files, *flags(**keys))
-
-
-@contextlib.contextmanager
-def before_disk_calls(action: Callable[[], None]):
-    """
-    Call action() before each open() for writing, before the data of such a file is handed to the
-    system, and before each fsync, replace, rename, unlink and mkdir of the os module.
-    """
-    real_open = io.open
-
-    class File(io.FileIO):
-        def write(self, data):
-            action()
-            return super().write(data)
-
-    def opening(file, mode="r", *arguments, **named):
-        if not set(mode) & set("wax+"):
-            return real_open(file, mode, *arguments, **named)
-        assert "b" in mode, "a run writes text as bytes"
-        action()
-        raw = File(file, mode.replace("b", ""))
-        return io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-
-    def wrapped(name):
-        function = getattr(os, name)
-
-        def call(*arguments, **named):
-            action()
-            return function(*arguments, **named)
-
-        return mock.patch.object(os, name, call)
-
-    with contextlib.ExitStack() as patches:
-        for name in ("fsync", "replace", "rename", "unlink", "mkdir"):
-            patches.enter_context(wrapped(name))
-        patches.enter_context(mock.patch("builtins.open", opening))
-        patches.enter_context(mock.patch("io.open", opening))
-        yield
-
-
-# -----------------------------------------------------------------------------
-# What a run reads and leaves
-
-
-def write_tokens(folder: Path, train: list[int], val: list[int], vocab: int = 61) -> Path:
-    """
-    Write a dataset of random tokens with a little structure to learn, in shards of the given sizes.
-    """
-    folder.mkdir(parents=True)
-    rng, shards = np.random.RandomState(1), []
-    for i, size in enumerate([*val, *train]):
-        name = f"{'val' if i < len(val) else 'train'}_{i:06}.bin"
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, size  # llm.c's format
-        ids = np.cumsum(rng.randint(0, 3, size)) % vocab
-        content = header.tobytes() + ids.astype("<u2").tobytes()
-        (folder / name).write_bytes(content)
-        sha256 = hashlib.sha256(content).hexdigest()
-        shards.append(dict(name=name, tokens=size, bytes=3 * size, sha256=sha256))
-    manifest = dict(tokenizer="byte", vocab=vocab, eot=0, shards=shards)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
-
-
-class Run:
-    """Read what a run has left in its folder, at the moment of each question."""
-
-    def __init__(self, out_dir: Path | str):
-        self.out_dir = Path(out_dir)
-
-    def records(self, kind: str | None = None) -> list[dict]:
-        """
-        Return the records of metrics.jsonl, either all or those of one kind, without lines that a
-        full disk has cut.
-        """
-        found = []
-        for line in (self.out_dir / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return [record for record in found if kind in (None, record["kind"])]
-
-    def column(self, kind: str, *names: str) -> list:
-        """
-        Return a tuple of these fields for each record of a kind; for a single name, plain values.
-        """
-        rows = [tuple(record[name] for name in names) for record in self.records(kind)]
-        return [row[0] for row in rows] if len(names) == 1 else rows
-
-    def steps(self, *names: str) -> list:
-        return self.column("step", *names)
-
-    def evals(self, *names: str) -> list:
-        return self.column("eval", *names)
-
-    @property
-    def saved(self) -> list[int]:
-        """Return the iterations of the checkpoints, in order."""
-        names = [path.stem for path in self.out_dir.glob("ckpt-*.pt")]
-        return sorted(int(name.removeprefix("ckpt-")) for name in names)
-
-    def state(self, iter_num: int = -1) -> dict:
-        """Load the checkpoint of an iteration, or the newest one."""
-        it = self.saved[-1] if iter_num < 0 else iter_num
-        return torch.load(self.out_dir / f"ckpt-{it:08}.pt", weights_only=True)
-
-    @property
-    def best(self) -> dict:
-        """Load the checkpoint with the lowest validation loss."""
-        evaluated = [state for state in map(self.state, self.saved) if state["val_loss"]]
-        return min(evaluated, key=lambda state: state["val_loss"])
-
-    @property
-    def end(self) -> dict:
-        """Return the record of the end of the last launch."""
-        return self.records("end")[-1]
-
-
-def same(a, b) -> bool:
-    """Return whether two parts of checkpoints are exactly equal, without any tolerance."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
-def assert_same_run(left, right, iter_num: int, log_has_gaps: bool = False) -> None:
-    """
-    Check that two folders hold the same run: the training state saved after `iter_num` iterations,
-    and the fields STEP and EVAL of its records, which do not depend on time. If the log of `right`
-    has gaps, check the records that it has.
-    """
-    left, right = Run(left), Run(right)
-    a, b = left.state(iter_num), right.state(iter_num)
-    for key in ("model", "scaler", "iter_num", "val_loss", "complete"):
-        assert same(a[key], b[key]), key
-    # The optimizer's groups may differ: they hold only the config's hyperparameters, and the last
-    # update's learning rate.
-    assert same(a["optimizer"]["state"], b["optimizer"]["state"])
-    for kind, names in (("step", STEP), ("eval", EVAL)):
-        ours, theirs = left.column(kind, *names), right.column(kind, *names)
-        assert ours == theirs or (log_has_gaps and all(record in ours for record in theirs))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files in a folder, by their paths in it."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
-# the fields of a record that do not depend on time
-STEP = ("iter", "loss", "lr", "grad_norm", "tokens", "tokens_after")
-EVAL = ("iter", "train_loss", "val_loss", "tokens")

@@ -16,35 +16,28 @@ from types import SimpleNamespace as Config
 
 import numpy as np
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
+
+Weights = dict[str, Tensor]  # by the program's names
 
 # -----------------------------------------------------------------------------
 # The model
 
 
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+def norm(x: Tensor, gains: Tensor | None = None) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),), gains)
 
 
-class Norm(nn.RMSNorm):
-    """Apply RMSNorm, with a gain for each channel if the config has biases."""
-
-    def __init__(self, c: Config):
-        super().__init__(c.n_embd, elementwise_affine=c.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gains = None if self.weight is None else self.weight.type_as(x)
-        return F.rms_norm(x, (x.size(-1),), gains)
+def scaled_norm(w: Weights, name: str, x: Tensor) -> Tensor:
+    """Apply RMSNorm, with a gain for each channel if the model has biases."""
+    return norm(x, w[f"{name}.weight"].type_as(x) if f"{name}.weight" in w else None)
 
 
-class Linear(nn.Linear):
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
     """Keep and update the weights in float32, and multiply them in the dtype of x."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.type_as(x)
-        return F.linear(x, self.weight.type_as(x), bias)
+    bias = w[f"{name}.bias"].type_as(x) if f"{name}.bias" in w else None
+    return F.linear(x, w[f"{name}.weight"].type_as(x), bias)
 
 
 def rotary_angles(T: int, head_size: int) -> Tensor:
@@ -67,73 +60,38 @@ def rotate(x: Tensor) -> Tensor:
     return (x * angles.cos() + partners * angles.sin()).type_as(x)
 
 
-class Attention(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.n_head = c.n_head
-        self.scale = 0.12 * math.sqrt(128 / (c.n_embd // c.n_head))  # 0.12 at a head size of 128
-        self.c_attn = Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)  # q, k and v
-        self.c_proj = Linear(c.n_embd, c.n_embd, bias=c.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
-        heads = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = heads.unbind(dim=2)  # (B, T, nh, hs) each
-        q = rotate(norm(q))
-        k = rotate(norm(k))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hs)
-        scores = q * self.scale @ k.mT  # (B, nh, T, T)
-        future = torch.ones(T, T, dtype=torch.bool).triu(1)
-        y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+def attention(w: Weights, name: str, x: Tensor, n_head: int) -> Tensor:
+    """Apply causal self-attention, (B, T, C) -> (B, T, C)."""
+    B, T, C = x.shape
+    heads = linear(w, f"{name}.c_attn", x).view(B, T, 3, n_head, C // n_head)
+    q, k, v = heads.unbind(dim=2)  # (B, T, nh, hs) each
+    q = rotate(norm(q))
+    k = rotate(norm(k))
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hs)
+    scale = 0.12 * math.sqrt(128 / (C // n_head))  # 0.12 at a head size of 128
+    scores = q * scale @ k.mT  # (B, nh, T, T)
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    return linear(w, f"{name}.c_proj", y.transpose(1, 2).reshape(B, T, C))
 
 
-class MLP(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.c_fc = Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.c_proj = Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.c_fc(x).relu().square())
+def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
+    return linear(w, f"{name}.c_proj", linear(w, f"{name}.c_fc", x).relu().square())
 
 
-class Block(nn.Module):
-    def __init__(self, c: Config):
-        super().__init__()
-        self.ln_1 = Norm(c)
-        self.attn = Attention(c)
-        self.ln_2 = Norm(c)
-        self.mlp = MLP(c)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class FastGPT(nn.Module):
-    def __init__(self, c: Config, vocab: int):
-        super().__init__()
-        self.dtype = getattr(torch, c.dtype)
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(vocab, c.n_embd),
-                ln_e=Norm(c),
-                h=nn.ModuleList(Block(c) for _ in range(c.n_layer)),
-                ln_f=Norm(c),
-            )
-        )
-        self.lm_head = Linear(c.n_embd, vocab, bias=c.bias)
-
-    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return each target's loss in nats, (B, T), for idx and targets (B, T)."""
-        x = self.transformer.ln_e(self.transformer.wte(idx))  # (B, T, C)
-        x = x.to(self.dtype)  # from here on, for the residual stream and all matmuls
-        for block in self.transformer.h:
-            x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x)).float()  # (B, T, V)
-        logits = logits / torch.sqrt(1 + (logits / 15).square())  # within +-15
-        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+def mean_loss(w: Weights, c: Config, windows: list[Tensor]) -> Tensor:
+    """Return the mean loss in nats on windows of T + 1 tokens."""
+    block = torch.stack(windows)
+    x = w["transformer.wte.weight"][block[:, :-1]]  # (B, T, C)
+    x = scaled_norm(w, "transformer.ln_e", x)
+    x = x.to(getattr(torch, c.dtype))  # from here on, for the residual stream and all matmuls
+    for i in range(c.n_layer):
+        name = f"transformer.h.{i}"
+        x = x + attention(w, f"{name}.attn", scaled_norm(w, f"{name}.ln_1", x), c.n_head)
+        x = x + mlp(w, f"{name}.mlp", scaled_norm(w, f"{name}.ln_2", x))
+    logits = linear(w, "lm_head", scaled_norm(w, "transformer.ln_f", x)).float()  # (B, T, V)
+    logits = logits / torch.sqrt(1 + (logits / 15).square())  # within +-15
+    return F.cross_entropy(logits.flatten(0, 1), block[:, 1:].flatten())
 
 
 # -----------------------------------------------------------------------------
@@ -180,7 +138,7 @@ class Muon:
             ahead = g.lerp(mean, momentum)  # Nesterov's
             rate, decay, beta = lr, 0.08 * (1 - done) ** 2.25, 0.84 + 0.1 * done
             if "mlp" in name:
-                third = int(name.split(".")[0]) * 3 // self.c.n_layer
+                third = int(name.split(".")[2]) * 3 // self.c.n_layer
                 rate, beta = lr * 0.027 / 0.029, 0.86 + 0.1 * done
                 decay = (0.16, 0.22, 0.28)[third] * (1 - done) ** 2.5
             row.lerp_(ahead.square().mean(1, keepdim=True), 1 - beta)
@@ -195,13 +153,13 @@ def parts_of(name: str, weight: Tensor) -> list[Tensor]:
     return list(weight.chunk(3)) if name.endswith("c_attn.weight") else [weight]
 
 
-def adamw_groups(model: FastGPT, c: Config) -> list[dict]:
+def adamw_groups(w: Weights, c: Config) -> list[dict]:
     """Return AdamW's parameter groups, each with its highest rate as `peak_lr`."""
-    vectors = [p for p in model.parameters() if p.dim() == 1]
+    vectors = [p for p in w.values() if p.dim() == 1]
     beta1 = 0.99 ** (PUBLIC_ITERS / c.max_iters)
     return [
-        dict(params=[model.transformer.wte.weight], peak_lr=0.7),
-        dict(params=[model.lm_head.weight], peak_lr=0.004),
+        dict(params=[w["transformer.wte.weight"]], peak_lr=0.7),
+        dict(params=[w["lm_head.weight"]], peak_lr=0.004),
         dict(params=vectors, peak_lr=0.035, betas=(beta1, 0.0), weight_decay=0.0),
     ]
 
@@ -243,6 +201,14 @@ def shuffled_windows(tokens: Tensor, T: int, seed: int) -> Iterator[Tensor]:
         epoch += 1
 
 
+def spread_windows(ids: Tensor, T: int, tokens: int) -> list[Tensor]:
+    """Return the windows of an evaluation on so many tokens, spread evenly over a split."""
+    available = (len(ids) - 1) // T
+    count = min(tokens // T, available)
+    starts = [number * available // count * T for number in range(count)]
+    return [ids[start : start + T + 1] for start in starts]
+
+
 # -----------------------------------------------------------------------------
 # The run
 
@@ -250,28 +216,24 @@ def shuffled_windows(tokens: Tensor, T: int, seed: int) -> Iterator[Tensor]:
 class Trainer:
     """Train on the tokens in `folder`, from a checkpoint's `weights`, which are not changed."""
 
-    def __init__(self, weights: dict[str, Tensor], folder: Path, **keys):
+    def __init__(self, weights: Weights, folder: Path, **keys):
         self.c = Config(**keys)
         self.it = 0
         self.splits = {split: read_split(folder, split) for split in ("train", "val")}
         self.windows = shuffled_windows(self.splits["train"], self.c.block_size, self.c.seed)
-        self.model = FastGPT(self.c, vocab=len(weights["lm_head.weight"]))
-        self.model.load_state_dict(weights)
-        self.averages: dict[str, Tensor] = {}
-        blocks = self.model.transformer.h.named_parameters()
-        self.matrices = [(name, p) for name, p in blocks if p.dim() == 2]
+        self.weights = {name: p.clone().requires_grad_() for name, p in weights.items()}
+        self.averages: Weights = {}
+        self.matrices = [
+            (n, p) for n, p in self.weights.items() if p.dim() == 2 and "transformer.h" in n
+        ]
         parts = [(name, q.detach()) for name, p in self.matrices for q in parts_of(name, p)]
         self.muon = Muon(parts, self.c)
         self.adamw = torch.optim.AdamW(
-            adamw_groups(self.model, self.c),
+            adamw_groups(self.weights, self.c),
             betas=(self.c.beta1, 0.0),  # the second one is set before each step
             eps=1e-10 / BATCH,
             weight_decay=self.c.weight_decay,
         )
-
-    def mean_loss(self, windows: list[Tensor]) -> Tensor:
-        block = torch.stack(windows)  # (n, T + 1)
-        return self.model(block[:, :-1], block[:, 1:]).mean()
 
     def step(self) -> tuple[float, float, float]:
         """Run one iteration, and return its loss, Muon's rate and the norm of its gradient."""
@@ -279,10 +241,10 @@ class Trainer:
         loss = 0.0
         for _ in range(c.gradient_accumulation_steps):
             batch = [next(self.windows) for _ in range(c.batch_size)]
-            part = self.mean_loss(batch) / c.gradient_accumulation_steps
+            part = mean_loss(self.weights, c, batch) / c.gradient_accumulation_steps
             part.backward()  # adds to the gradients
             loss += part.item()
-        gradients = [p.grad for p in self.model.parameters()]
+        gradients = [p.grad for p in self.weights.values()]
         grad_norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
 
         lr, done = get_lr(self.it, c.learning_rate, c), self.it / c.max_iters
@@ -292,7 +254,8 @@ class Trainer:
         self.adamw.step()
         gradients = [part for name, p in self.matrices for part in parts_of(name, p.grad)]
         self.muon.step(gradients, lr, done)
-        self.model.zero_grad()
+        for p in self.weights.values():
+            p.grad = None
         self.it += 1
         self.average()
         return loss, lr, grad_norm
@@ -301,7 +264,7 @@ class Trainer:
     def average(self) -> None:
         """Average the weights over the run. After the last step, the average replaces them."""
         keep = 0.9935 ** (PUBLIC_ITERS / self.c.max_iters)
-        for name, p in self.model.named_parameters():
+        for name, p in self.weights.items():
             before = self.averages.get(name, p)
             self.averages[name] = keep * before + (1 - keep) * p
             if self.it == self.c.max_iters:
@@ -309,10 +272,5 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str) -> float:
-        """Return the loss of windows that are spread evenly over a split."""
-        tokens = self.splits[split]
-        T = self.c.block_size
-        count = self.c.eval_tokens // T
-        windows = (len(tokens) - 1) // T
-        starts = [number * windows // count * T for number in range(count)]
-        return self.mean_loss([tokens[start : start + T + 1] for start in starts]).item()
+        windows = spread_windows(self.splits[split], self.c.block_size, self.c.eval_tokens)
+        return mean_loss(self.weights, self.c, windows).item()

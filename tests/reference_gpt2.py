@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from reference_fast import read_split, shuffled_windows
+from reference_fast import read_split, shuffled_windows, spread_windows
 from torch import Tensor
 
 Weights = dict[str, Tensor]  # by nanoGPT's names; without the head if it is tied to the embedding
@@ -142,12 +142,9 @@ def evaluate(w: Weights, folder: Path, config: dict) -> list[float]:
     Return the train and val loss of an evaluation, on equally many windows of each split, spread
     over the whole of it.
     """
-    T, losses = config["block_size"], []
+    losses = []
     tokens = min(config["eval_tokens"], len(read_split(folder, "val")))
     for name in ("train", "val"):
-        ids = read_split(folder, name)
-        available = (len(ids) - 1) // T
-        count = min(tokens // T, available)
-        starts = [n * available // count * T for n in range(count)]
-        losses.append(loss_of(w, config, [ids[at : at + T + 1] for at in starts]).item())
+        windows = spread_windows(read_split(folder, name), config["block_size"], tokens)
+        losses.append(loss_of(w, config, windows).item())
     return losses

@@ -59,7 +59,7 @@ def test_a_fast_run_logs_and_saves_what_a_second_trainer_computes(
         steps.append((it, *second.step()))
         if second.it % 6 == 0:
             evals.append((second.it, second.evaluate("train"), second.evaluate("val")))
-        weights[second.it] = {n: w.clone() for n, w in second.model.state_dict().items()}
+        weights[second.it] = {n: w.clone() for n, w in second.weights.items()}
 
     close = TOLERANCES[dtype]
     its, losses, rates, norms = zip(*steps, strict=True)

@@ -57,9 +57,7 @@ def test_a_start_on_a_small_machine_changes_nothing_for_later_starts(config, key
 # what a command sets, its processes; sequences and micro-batches, or the problem
 RESUMED = [
     ("", 1, (12, 40)),
-    ("--batch_size=6", 1, (6, 80)),
     ("--batch_size=7", 1, (6, 80)),
-    ("--batch_size=480", 1, (480, 1)),
     ("--batch_size=500", 1, (480, 1)),
     ("--batch_size=24 --gradient_accumulation_steps=20", 1, (24, 20)),
     ("--batch_size=5 --tokens_per_iter=491520", 1, (5, 96)),
@@ -67,7 +65,6 @@ RESUMED = [
     ("--tokens_per_iter=245760", 1, "--tokens_per_iter=491520"),
     ("--tokens_per_iter=0", 1, (12, 40)),
     ("", 3, (10, 48)),
-    ("--batch_size=12", 3, (10, 48)),
     ("--batch_size=6", 3, (5, 96)),
     ("--batch_size=20 --gradient_accumulation_steps=24", 3, (20, 24)),
 ]

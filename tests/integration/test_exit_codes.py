@@ -18,6 +18,7 @@ from doc_pages import GUIDES, read
 from program import ROOT, InProcessRun, finish, flags, needs_signals, run, start, train
 
 import night
+from common.process import ASK_TO_STOP
 
 TINY = dict(n_layer=1, gradient_accumulation_steps=1, max_iters=8, eval_interval=4, eval_tokens=160)
 
@@ -40,27 +41,18 @@ def test_a_run_trains_on_with_a_warning_without_the_tokenizer_of_its_samples(tin
 # The documented codes
 
 (CODES,) = [text for text in map(read, GUIDES) if "\n| 128 + N | " in text]
-# the codes of the signals that save a run
-SIGNALS = {
-    129: "SIGHUP",
-    130: "SIGINT",
-    138: "SIGUSR1",
-    140: "SIGUSR2",
-    143: "SIGTERM",
-    152: "SIGXCPU",
-}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
-@pytest.mark.parametrize("code", SIGNALS)
-def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(code, tiny, ran):
-    assert str(code) in CODES
+@needs_signals
+@pytest.mark.parametrize("number", ASK_TO_STOP)
+def test_a_signal_saves_the_run_and_ends_it_with_the_documented_exit_code(number, tiny, ran):
     trainer = InProcessRun()
-    trainer.at["iteration", 3] = lambda: signal.raise_signal(getattr(signal, SIGNALS[code]))
-    assert (trainer.launch(**tiny).code, ran.saved[-1]) == (code, 3)
+    trainer.at["iteration", 3] = lambda: signal.raise_signal(number)
+    assert (trainer.launch(**tiny).code, ran.saved[-1]) == (128 + number, 3)
+    assert str(128 + number) in CODES
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+@needs_signals
 def test_a_script_that_ctrl_c_has_stopped_is_killed_by_sigint():
     """Bash ends a loop only then; otherwise one over rates would go on with the next rate."""
     stopped = "import signal; from common.console import run_main; run_main(lambda argv: 130)"
@@ -119,7 +111,8 @@ def command(tmp_path, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "codes", [(1, 137, 0), (2, 134, 135, 139, 0), (1,) * 5, *((number,) for number in SIGNALS)]
+    "codes",
+    [(1, 137, 0), (2, 134, 135, 139, 0), (1,) * 5, *((128 + number,) for number in ASK_TO_STOP)],
 )
 def test_night_repeats_its_command_after_an_error_and_gives_up_after_five_short_launches(
     codes, command, capfd

@@ -22,13 +22,12 @@ from program import (
     assert_same_run,
     changed,
     finish,
-    finish_ranks,
     flags,
     refused,
     run,
     start,
-    start_ranks,
     train,
+    train_ranks,
     write_tokens,
 )
 
@@ -37,6 +36,7 @@ from tools.curves import draw, open_run
 
 TINY = TINY_RUN | dict(n_layer=2, learning_rate=1e-2, warmup_iters=2, max_iters=8, lr_decay_iters=8)
 TINY |= dict(eval_interval=4, eval_tokens=256, keep_checkpoints=9)
+LATER = shutil.ignore_patterns("*[4-8].pt")  # than iteration 3
 SAMPLE = dict(num_samples=1, max_new_tokens=30, start="ab", device="cpu", dtype="float32")
 
 # -----------------------------------------------------------------------------
@@ -80,16 +80,10 @@ TINY_LAYER, TINY_HEAD, TINY_ATTENTION = 6 * 12 * 32**2, 6 * 32 * 128, 12 * 32 * 
 # runs scripts one after another in one process, because importing a changed program takes two
 # seconds; each begins with another random state
 LAUNCHES = """
-import contextlib, io, json, runpy, shutil, sys
+import contextlib, io, json, runpy, sys
 import torch
 results = []
 for script, *words in json.loads(sys.argv[1]):
-    if script == "cp":
-        shutil.copytree(*words, ignore=shutil.ignore_patterns("*[4-8].pt"))
-        continue
-    if script == "-c":
-        exec(words[0])
-        continue
     torch.seed()
     code, out, err = 0, io.StringIO(), io.StringIO()
     sys.argv = [script, *words]
@@ -103,13 +97,9 @@ print(json.dumps(results))
 """
 
 
-def launches(program: Path, *commands: list) -> list[Result]:
-    """
-    Run commands of a changed program. `cp` copies a run as it was before its iteration 4, and has
-    no result; neither has code given with -c.
-    """
-    words = json.dumps(commands, default=str)
-    result = finish(start("-c", LAUNCHES, words, cwd=program))
+def launches(program: Path, *commands: list[str]) -> list[Result]:
+    """Run commands of a changed program, in its folder."""
+    result = finish(start("-c", LAUNCHES, json.dumps(commands), cwd=program))
     assert result.code == 0, result.err
     return [Result(*found) for found in json.loads(result.out.splitlines()[-1])]
 
@@ -120,19 +110,17 @@ def training(**keys) -> list[str]:
 
 def resumed(program: Path, *others: list[str], **keys) -> list[Result]:
     """
-    Train with a changed program, in its folder, whole and resumed from iteration 3 in `halves`, and
-    check that both end alike. Returns the results of the whole run and of `others`, which run
-    before the resume.
+    Train with a changed program, whole and resumed from iteration 3 in `halves`, and check that
+    both end alike. Returns the results of the whole run and of `others`, which run before the
+    resume.
     """
     keys |= dict(checkpoint_interval=1)
-    straight, *results, again = launches(
-        program,
-        training(**keys, out_dir="whole"),
-        ["cp", "whole", "halves"],
-        *others,
-        training(**keys, out_dir="halves", init_from="resume"),
-    )
-    assert (straight.code, again.code) == (0, 0), (straight.err, again.err)
+    (straight,) = launches(program, training(**keys, out_dir="whole"))
+    assert straight.code == 0, straight.err
+    shutil.copytree(program / "whole", program / "halves", ignore=LATER)
+    again = training(**keys, out_dir="halves", init_from="resume")
+    *results, last = launches(program, *others, again)
+    assert last.code == 0, last.err
     assert_same_run(program / "halves", program / "whole", 8)
     return [straight, *results]
 
@@ -141,32 +129,24 @@ def resumed(program: Path, *others: list[str], **keys) -> list[Result]:
 # Keys, weights, groups, optimizers
 
 
-@pytest.fixture(scope="module")
-def whole(tokens, tmp_path_factory) -> Path:
-    """Train a whole run with the unchanged program."""
-    out_dir = tmp_path_factory.mktemp("whole")
-    train(**TINY, dataset=tokens, out_dir=out_dir)
-    return out_dir
-
-
 @pytest.fixture
-def half(whole, tmp_path) -> Path:
-    """Copy `whole` without the last checkpoint, so that a resume starts halfway."""
+def half(straight, tmp_path) -> Path:
+    """Copy `straight` without the last checkpoint, so that a resume starts halfway."""
     out_dir = tmp_path / "half"
-    shutil.copytree(whole, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt"))
+    shutil.copytree(straight, out_dir, ignore=shutil.ignore_patterns("ckpt-00000008.pt"))
     return out_dir
 
 
-def test_a_run_from_before_a_new_key_resumes_with_the_keys_default(tokens, whole, half, tmp_path):
+def test_a_run_from_before_a_new_key_resumes_with_its_default(tokens, straight, half, tmp_path):
     program = changed(tmp_path / "program", NEW_KEY)
     keys = dict(dataset=tokens, out_dir=half, init_from="resume")
-    sampling = ["sample.py", *flags(**SAMPLE, init_from=whole / "ckpt-00000008.pt")]
+    sampling = ["sample.py", *flags(**SAMPLE, init_from=straight / "ckpt-00000008.pt")]
     other, resumed, theirs = launches(
         program, training(**keys, scale=2.0), training(**keys), sampling
     )
     refused(other, "scale")
     assert (resumed.code, theirs.code) == (0, 0), (resumed, theirs)
-    assert_same_run(half, whole, 8)
+    assert_same_run(half, straight, 8)
     assert Run(half).state(8)["config"]["scale"] == 1.0
     assert theirs.out == run(*sampling).out
 
@@ -226,6 +206,8 @@ def test_an_unfused_optimizer_trains_and_resumes_bit_for_bit(tokens, tmp_path):
 # -----------------------------------------------------------------------------
 # Changed models
 
+# eager code in the place of compiled code
+UNCOMPILED = {"train.py": "torch.compile = lambda call: call\n"}
 # an MLP that draws with rand and randn besides dropout, counts its calls, and holds a mask of
 # infinities, which may be saved: only weights that have become infinite are refused
 NOISY = {
@@ -251,12 +233,11 @@ MLP.__init__, MLP.forward = init, forward
 
 def test_a_models_own_random_numbers_and_buffers_are_seeded_saved_and_resumed(tokens, tmp_path):
     """Change neither when compiled code is compared with eager code."""
-    program = changed(tmp_path / "program", NOISY)
+    program = changed(tmp_path / "program", NOISY | UNCOMPILED)
     keys = dict(dropout=0.1, dataset=tokens)
-    unchanged = ["-c", "torch.compile = lambda call: call"]
     compiled = training(**keys, out_dir="compiled", compile=True)
-    straight, *results = resumed(program, unchanged, compiled, **keys)
-    assert all(not r.code and "warning" not in r.err for r in (straight, *results)), results
+    first, *results = resumed(program, compiled, **keys)
+    assert all(not r.code and "warning" not in r.err for r in (first, *results)), results
     assert_same_run(program / "whole", program / "compiled", 8)
     weights = Run(program / "whole").state(8)["model"]
     assert weights["transformer.h.0.mlp.calls"] == 8 * 2  # micro-batches
@@ -294,18 +275,6 @@ def test_same_run_says_whether_a_changed_program_resumes_exactly(
 
 PAGE = (ROOT / "docs/hacking.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```$", PAGE, re.M | re.S)
-LOSS, HEADS, TEACHER, DIFFUSION, WRITTEN, TWO_SETS, CHOICES = (
-    {file: code for file, code in BLOCKS if name in code}
-    for name in (
-        "logsumexp(-1)",
-        "self.second_head",
-        "teacher: Any",
-        "masked / share",
-        "def written(",
-        "class TwoDatasets:",
-        "def choices(",
-    )
-)
 # the indented blocks of the page, in its order
 HEAD, READ_TEACHER, TEACH, WRITE, REWARD, SECOND, REFUSE, MIX, NUMBER = re.findall(
     r"^```python\n(    .*?)^```$", PAGE, re.M | re.S
@@ -313,78 +282,51 @@ HEAD, READ_TEACHER, TEACH, WRITE, REWARD, SECOND, REFUSE, MIX, NUMBER = re.finda
 (WEIGH,) = re.findall(r"`(return x, y, .*?)`", PAGE)
 ((ALL, EACH),) = re.findall(r"`(\[windows\])` for `(.*?)`", PAGE)
 (SEEDS,) = re.findall(r"begin `run_code` there with `(.*?)` and\n *`(.*?)`", PAGE)
-# the batch size doubles at iteration 4
 (DOUBLED,) = re.findall(r"`(return self\.tokens_per_iter \* \(last.*?)`", PAGE)
-DOUBLING = {
-    "configurator.py": f"""
-class Config:
-    def tokens_between(self, first: int, last: int) -> int:
-        {DOUBLED.replace("1000", "4")}
-"""
-}
-KEYS = """
-class TrainingKeys:
-    z_loss: float = 0.0
-
-class LaunchKeys:
-    second: Location = ""
-"""
-DATA_LINE = "    data = open_data(c)  # may download the tokens first\n"
-MODEL_LINE = "    model = make_model(sizes, c.seed, hw, state)\n"
-RECORD_LINE = "            log.report_eval(it, measured, complete)\n"
-EDITS = [(DATA_LINE, DATA_LINE + SECOND), (RECORD_LINE, NUMBER + RECORD_LINE)]
-HEAD_EDITS = [(line := "        self.init_weights()\n", HEAD + line)]
-TEACHER |= {"configurator.py": 'class LaunchKeys:\n    teacher: Location = ""'}
-TEACHER_EDITS = [
-    (DATA_LINE, DATA_LINE + READ_TEACHER),
-    (MODEL_LINE, MODEL_LINE + TEACH),
-]
-WRITTEN_EDITS = [
-    (line := "        micro_batches = batches.take(it)\n", line + WRITE),
-    (line := "        batches.read_ahead(it + 1)  # while the device works\n", REWARD + line),
-]
-TWO_SETS_EDITS = [
-    (DATA_LINE, DATA_LINE + SECOND + REFUSE),
-    (line := "    batches = Batches(data, c, hw.device)\n", line + MIX),
-]
-TWO_SETS |= {
-    "configurator.py": """
-class RunKeys:
-    first_iters: Positive = 1000  # iterations until training reads the second dataset
-
-class LaunchKeys:
-    second: Location = ""  # a second dataset, for training to end with
-"""
-}
 
 
-def edited(program: Path, *edits: tuple[str, str]) -> Path:
-    """Replace lines that a changed program has once, as the page says."""
-    names = ("train.py", "model.py", "data/loader.py", "machine/compile_check.py")
-    paths = [program / name for name in names]
-    for old, new in edits:
-        texts = {path: path.read_text("utf-8") for path in paths}
-        assert "".join(texts.values()).count(old) == 1, old
-        (path,) = (path for path in paths if old in texts[path])
-        path.write_text(texts[path].replace(old, new), "utf-8")
-    return program
+def block(words: str) -> dict[str, str]:
+    """Return the page's block of code with these words, by the name of its file."""
+    return {file: code for file, code in BLOCKS if words in code}
 
 
+def keys_of(kind: str, *lines: str) -> str:
+    """Return code that adds keys to a class of keys."""
+    return "\n    ".join([f"class {kind}:", *lines, "\n"])
+
+
+def above(line: str, code: str, file: str = "train.py") -> tuple[str, str, str]:
+    return file, line, code + line
+
+
+def below(line: str, code: str, file: str = "train.py") -> tuple[str, str, str]:
+    return file, line, line + code
+
+
+DATA = "    data = open_data(c)  # may download the tokens first\n"
+SECOND_KEY = keys_of("LaunchKeys", 'second: Location = ""')
+TEACHER = block("teacher: Any")
+TEACHER["configurator.py"] = keys_of("LaunchKeys", 'teacher: Location = ""')
+TWO_SETS = block("class TwoDatasets:")
+TWO_SETS["configurator.py"] = SECOND_KEY + keys_of("RunKeys", "first_iters: Positive = 1000")
+DOUBLING = keys_of(  # at iteration 4
+    "Config", "def tokens_between(self, first, last):", f"    {DOUBLED.replace('1000', '4')}"
+)
 Z = 1e-4
 # with a key in place of the number, as the page says
-Z_LOSS = LOSS["model.py"].replace("1e-4", "config.z_loss")
-Z_LOSS += """
-class GPTConfig:
-    z_loss: float = 0.0
-"""
+Z_LOSS = block("logsumexp(-1)")["model.py"].replace("1e-4", "config.z_loss")
+Z_KEY = "z_loss: float = 0.0"
 
 
 @pytest.fixture(scope="module")
 def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     """Run one program with the page's z-loss, second validation set and number of its own."""
     program = tmp_path_factory.mktemp("documented") / "program"
-    files = CHOICES | {"configurator.py": KEYS, "model.py": Z_LOSS}
-    edited(changed(program, files), *EDITS)
+    files = block("def choices(")
+    files["model.py"] = Z_LOSS + keys_of("GPTConfig", Z_KEY)
+    files["configurator.py"] = SECOND_KEY + keys_of("TrainingKeys", Z_KEY)
+    record = "            log.report_eval(it, measured, complete)\n"
+    changed(program, files, [below(DATA, SECOND), above(record, NUMBER)])
     other = write_tokens(program / "other", [700], [300], vocab=77)
     commands = {
         "plain": training(dataset=tokens, out_dir="plain"),
@@ -433,80 +375,95 @@ def test_the_documented_number_is_printed_recorded_and_compared(documented):
     assert re.search(rf"^last choices +{last:.4g} +[01]", result.out, re.M), result.out
 
 
-TEACHERS = [dict(teacher="before"), dict(teacher="before/ckpt-00000004.pt")]
 DOCUMENTED = {  # the page's code and edits, the change's keys, and values that a resume refuses
-    "a second head": (HEADS, HEAD_EDITS, {}, {}),
-    "a teacher": (TEACHER, TEACHER_EDITS, *TEACHERS),
-    "a batch that doubles": (DOUBLING, [], {}, {}),
+    "a second head": (
+        block("self.second_head"),
+        [above("        self.init_weights()\n", HEAD, "model.py")],
+        {},
+        {},
+    ),
+    "a teacher": (
+        TEACHER,
+        [
+            below(DATA, READ_TEACHER),
+            below("    model = make_model(sizes, c.seed, hw, state)\n", TEACH),
+        ],
+        dict(teacher="before"),
+        dict(teacher="before/ckpt-00000004.pt"),
+    ),
+    "a batch that doubles": ({"configurator.py": DOUBLING}, [], {}, {}),
     "two datasets": (
         TWO_SETS,
-        TWO_SETS_EDITS,
+        [
+            below(DATA, SECOND + REFUSE),
+            below("    batches = Batches(data, c, hw.device)\n", MIX),
+        ],
         dict(second="other", first_iters=6),
         dict(second="tokens"),
     ),
-    "weights of targets": ({}, [(line := "    return x, y\n", f"    {WEIGH}\n")], {}, {}),
+    "weights of targets": ({}, [("data/loader.py", "return x, y\n", f"{WEIGH}\n")], {}, {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
-    name, tokens, whole, tmp_path
+    name, tokens, straight, tmp_path
 ):
     """Two ranks have the losses of one process, and another teacher or dataset is other data."""
     files, edits, keys, others = DOCUMENTED[name]
-    program = edited(changed(tmp_path / "program", files), *edits)
+    program = changed(tmp_path / "program", files, edits)
     shutil.copytree(tokens, program / "data/tokens")
-    shutil.copytree(whole, program / "before")
+    shutil.copytree(straight, program / "before")
     write_tokens(program / "data/other", [900], [300])
     keys = dict(dataset="tokens", **keys)
     wrong = [training(**keys | {key: other}, out_dir="halves") for key, other in others.items()]
-    straight, *refusals = resumed(program, *wrong, **keys)
+    run, *refusals = resumed(program, *wrong, **keys)
     for result in refusals:
         refused(result, "dataset: ")
-    words = training(**keys, out_dir="ranks")[1:]
-    for result in finish_ranks(start_ranks(2, *words, cwd=program)):
-        assert result.code == 0, result.err
+    train_ranks(2, cwd=program, **TINY | keys, out_dir="ranks")
     one, two = (Run(program / name) for name in ("whole", "ranks"))
     own = {"a second head": ["second_loss"], "a teacher": ["kl"]}
     for number in ["loss", *own.get(name, [])]:
         assert two.steps(number) == pytest.approx(one.steps(number), rel=1e-4)
     assert two.evals("val_loss") == pytest.approx(one.evals("val_loss"), rel=1e-4)
     # each change acts: on the first iteration's loss, or later on what training reads
-    losses = (Run(whole).steps("loss"), one.steps("loss"))
+    losses = (Run(straight).steps("loss"), one.steps("loss"))
     assert losses[0][-1] != pytest.approx(losses[1][-1], rel=1e-5)
     if name == "a batch that doubles":
         total = 4 * 128 + 4 * 256
         assert one.column("end", "tokens")[-1] == total
-        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in straight.out
+        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in run.out
+
+
+DIFFUSION = block("masked / share")
+WRITTEN = block("def written(")  # policy gradients
+WRITTEN_EDITS = [
+    below("        micro_batches = batches.take(it)\n", WRITE),
+    above("        batches.read_ahead(it + 1)  # while the device works\n", REWARD),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "files, edits", [(DIFFUSION, []), (WRITTEN, WRITTEN_EDITS)], ids=["diffusion", "policy"]
-)
+@pytest.mark.parametrize("files, edits", [(DIFFUSION, []), (WRITTEN, WRITTEN_EDITS)])
 def test_a_documented_change_that_draws_trains_evaluates_and_resumes_exactly(
     files, edits, tokens, tmp_path
 ):
     """Two ranks draw other numbers than one process, so compare a resume on two with two."""
-    program = edited(changed(tmp_path / "program", files), *edits)
+    program = changed(tmp_path / "program", files, edits)
     keys = dict(dataset=tokens, learning_rate=0.03, batch_size=16)
     evaluation = training(**keys, out_dir="whole", eval_only=True)
     _, evaluated = resumed(program, evaluation, **keys)
-    whole = Run(program / "whole")
+    whole, ranks = Run(program / "whole"), Run(program / "ranks")
     assert f"\nval_loss: {whole.evals('val_loss')[-1]:.4f}" in evaluated.out
-    for out_dir in ("ranks", "again"):
-        words = training(**keys, checkpoint_interval=1, out_dir=out_dir)[1:]
-        for result in finish_ranks(start_ranks(2, *words, cwd=program)):
-            assert result.code == 0, result.err
-        later = shutil.ignore_patterns("*[4-8].pt")
-        if out_dir == "ranks":
-            shutil.copytree(program / "ranks", program / "again", ignore=later)
-    assert_same_run(program / "again", program / "ranks", 8)
-    if edits:
-        for run in (whole, Run(program / "ranks")):
-            rewards = run.steps("reward")
-            assert sum(rewards[4:]) > 2 * sum(rewards[:4])
+    keys = TINY | keys | dict(checkpoint_interval=1)
+    train_ranks(2, cwd=program, **keys, out_dir="ranks")
+    shutil.copytree(ranks.out_dir, program / "again", ignore=LATER)
+    train_ranks(2, cwd=program, **keys, out_dir="again")
+    assert_same_run(program / "again", ranks.out_dir, 8)
+    for ran in (whole, ranks) if edits else ():
+        rewards = ran.steps("reward")
+        assert sum(rewards[4:]) > 2 * sum(rewards[:4])
 
 
 # a term that compares the sequences of a batch, and so is not the mean of each sequence's
@@ -521,33 +478,29 @@ def forward(self, idx, targets=None):
 GPT.forward = forward
 """
 }
+CHECK = "machine/compile_check.py"
 FIRST_LINE = "    device = next(model.parameters()).device\n"
+ALL_WINDOWS = (CHECK, EACH, ALL)
+SEEDED = above(FIRST_LINE, "".join(f"    {line}\n" for line in SEEDS), CHECK)
 EDITED_CHECKS = {
-    "a term over the batch": (ACROSS, [(EACH, ALL)]),
-    "random numbers": (
-        DIFFUSION,
-        [(EACH, ALL), (FIRST_LINE, "".join(f"    {line}\n" for line in SEEDS) + FIRST_LINE)],
-    ),
+    "a term over the batch": (ACROSS, [ALL_WINDOWS]),
+    "random numbers": (DIFFUSION, [ALL_WINDOWS, SEEDED]),
 }
 
 
 @pytest.mark.parametrize("name", EDITED_CHECKS)
 def test_a_documented_edit_lets_the_check_of_compiled_code_pass(name, tokens, tmp_path):
-    """Put eager code in the place of compiled code."""
     files, edits = EDITED_CHECKS[name]
     command = training(dataset=tokens, max_iters=1, compile=True, out_dir="out")
-    unchanged = ["-c", "torch.compile = lambda call: call"]
-    program = changed(tmp_path / "program", files)
-    (before,) = launches(program, unchanged, command)
+    (before,) = launches(changed(tmp_path / "before", files | UNCOMPILED), command)
     refused(before, "compile: ")
-    (after,) = launches(edited(program, *edits), unchanged, command)
+    (after,) = launches(changed(tmp_path / "after", files | UNCOMPILED, edits), command)
     assert after.code == 0, after.err
 
 
 @pytest.mark.slow
 def test_a_model_that_draws_trains_compiled_with_the_documented_edit(tokens, tmp_path):
-    files, edits = EDITED_CHECKS["random numbers"]
-    program = edited(changed(tmp_path / "program", files), *edits)
+    program = changed(tmp_path / "program", DIFFUSION, [ALL_WINDOWS, SEEDED])
     command = training(dataset=tokens, max_iters=1, compile=True, out_dir="out")
     result = finish(start(*command, cwd=program, cold=True), timeout=600)
     assert result.code == 0, result.err

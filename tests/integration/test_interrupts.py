@@ -15,7 +15,6 @@ import torch
 from fault_injection import watched
 from program import (
     FAST,
-    TINY_RUN,
     InProcessRun,
     Run,
     assert_same_run,
@@ -24,38 +23,29 @@ from program import (
     gradients_of_nan,
     lines,
     needs_signals,
-    raises,
     run,
     same,
     sigterm,
     start,
+    stopped,
     train,
 )
 
-TINY = TINY_RUN | dict(n_layer=1, gradient_accumulation_steps=3, learning_rate=0.01, min_lr=0.001)
+TINY = dict(gradient_accumulation_steps=3, learning_rate=0.01, min_lr=0.001)
 TINY |= dict(warmup_iters=3, max_iters=12, lr_decay_iters=12, eval_interval=4, eval_tokens=20 * 16)
 TINY |= dict(keep_checkpoints=9, seed=5, dropout=0.2)
 
 
-@pytest.fixture(scope="module")
-def unbroken(tokens, tmp_path_factory):
-    """Train a run that nothing interrupts."""
-    out_dir = tmp_path_factory.mktemp("unbroken")
-    train(**TINY, dataset=tokens, out_dir=out_dir)
-    return out_dir
-
-
 # -----------------------------------------------------------------------------
-# Stopped and resumed = unbroken
+# Stopped and resumed = straight
 
 KINDS = {
-    "AdamW": dict(),
     "float16 with its scale": dict(dtype="float16"),
     "fast with Muon": FAST,
     "bfloat16, untied, wsd": dict(
         dtype="bfloat16", tie_weights=False, lr_schedule="wsd", decay_fraction=0.6
     ),
-    "with samples, rarely logged": dict(sample_tokens=8, log_interval=5),
+    "AdamW with samples, rarely logged": dict(sample_tokens=8, log_interval=5),
 }
 
 
@@ -63,48 +53,45 @@ KINDS = {
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, tmp_path):
     keys = tiny | KINDS[kind]
     train(**keys | dict(out_dir=tmp_path))
-    trainer = InProcessRun()
-    trainer.at["iteration", 6] = sigterm
-    assert trainer.launch(**keys).code == 143
+    stopped(6, **keys)
     assert ran.saved[-1] == 6
-    assert trainer.launch(**keys).code == 0
+    train(**keys)
     assert_same_run(tmp_path, ran.out_dir, 12)
     samples = ran.column("sample", "iter", "text")
     assert samples == Run(tmp_path).column("sample", "iter", "text")
     assert len(samples) == (3 if "sample_tokens" in keys else 0)
 
 
-def signals(*names: str, apart: float = 0.0) -> Callable[[], None]:
-    """Return a function that sends this process signals, so many seconds apart."""
+def send_two(first: int, second: int, apart: float) -> Callable[[], None]:
+    """Return a function that sends this process two signals, so many seconds apart."""
 
     def send() -> None:
-        for name in names:
-            signal.raise_signal(getattr(signal, name))
-            time.sleep(apart)
+        signal.raise_signal(first)
+        time.sleep(apart)
+        signal.raise_signal(second)
 
     return send
 
 
+TIMEOUT = send_two(signal.SIGINT, signal.SIGINT, 0.0)
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 # the moment, what happens then, the exit code, and the checkpoints and evaluations that it leaves
 BREAKS = {
     "a signal in the first evaluation": (("evaluation", 1), sigterm, 143, [0], [0]),
-    "a signal in an evaluation": (("evaluation", 3), sigterm, 143, [4, 8], [0, 4, 8]),
     "a signal in a save": (("save", 2), sigterm, 143, [4, 8, 9], [0, 4, 8]),
     "a signal in the last iteration": (("iteration", 12), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
-    "a signal in the last evaluation": (("evaluation", 4), sigterm, 0, [4, 8, 12], [0, 4, 8, 12]),
-    "out of memory": (("iteration", 6), raises(NO_MEMORY), 1, [4], [0, 4]),
+    "out of memory": (("iteration", 6), mock.Mock(side_effect=NO_MEMORY), 1, [4], [0, 4]),
     # two within half a second count as one
-    "timeout -s INT": (("iteration", 6), signals("SIGINT", "SIGINT"), 130, [4, 6], [0, 4]),
+    "timeout -s INT": (("iteration", 6), TIMEOUT, 130, [4, 6], [0, 4]),
 }
-SLURM = signals("SIGUSR1", "SIGTERM", apart=0.6)  # its warning, then its end
-if sys.platform != "win32":
+if sys.platform != "win32":  # its warning, then its end
+    SLURM = send_two(signal.SIGUSR1, signal.SIGTERM, 0.6)
     BREAKS["Slurm"] = (("iteration", 6), SLURM, 138, [4, 6], [0, 4])
 
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
-    what, tiny, ran, unbroken
+    what, tiny, ran, straight
 ):
     """Save at a signal, but not after an error, which may come in the middle of an update."""
     moment, happens, code, saved, evaluated = BREAKS[what]
@@ -117,7 +104,7 @@ def test_a_broken_run_saves_what_it_can_and_resumes_as_if_nothing_had_happened(
     assert ("error: out of memory; " in result.err) == (code == 1)
     assert ("stopping" in result.err) == (code != 1)
     assert trainer.launch(**tiny).code == 0
-    assert_same_run(unbroken, ran.out_dir, 12)
+    assert_same_run(straight, ran.out_dir, 12)
 
 
 TWICE = """
@@ -143,7 +130,7 @@ OWN_TERMINAL = """
 
 @needs_signals
 @pytest.mark.parametrize("end", ENDS)
-def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny, ran, unbroken):
+def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny, ran, straight):
     """Leave each record once in the log."""
     action, code, saved, said = ENDS[end]
     before = OWN_TERMINAL if "terminal" in end else ""
@@ -151,10 +138,10 @@ def test_a_process_that_is_stopped_resumes_as_if_nothing_had_happened(end, tiny,
     result = finish(start(*script, *flags(**tiny)))
     assert (result.code, ran.saved) == (code, saved)
     assert said in result.err
-    stopped = [signal.Signals(code - 128).name] if 6 in saved else []
-    assert ran.column("end", "reason") == stopped
+    reasons = [signal.Signals(code - 128).name] if 6 in saved else []
+    assert ran.column("end", "reason") == reasons
     train(**tiny)
-    assert_same_run(unbroken, ran.out_dir, 12)
+    assert_same_run(straight, ran.out_dir, 12)
     assert ran.column("checkpoint", "iter") == sorted({*saved, 8, 12})
     assert ran.column("end", "reason") == ["max_iters"]
 
@@ -169,7 +156,7 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights_and_goes_on_from_the_w
     after: list[torch.Tensor] = []
     for moment, weights in (("update", before), ("iteration", after)):
         trainer.at[moment, None] = lambda w=weights: w.append(trainer.embedding.weight.clone())
-    trainer.at["evaluation", 4] = raises(KeyboardInterrupt())
+    trainer.at["evaluation", 4] = mock.Mock(side_effect=KeyboardInterrupt())
     assert trainer.launch(**keys).code == 130
     assert trainer.launch(**keys).code == 0
     assert_same_run(tmp_path, ran.out_dir, 12)
@@ -190,9 +177,8 @@ def test_a_fast_run_ends_with_the_averages_of_its_weights_and_goes_on_from_the_w
 @pytest.mark.parametrize("recipe", [FAST, {}], ids=["averages", "adamw"])
 def test_a_resume_that_ends_where_it_begins_completes_the_run_once(recipe, tiny, ran):
     """Evaluate and save the averages, which replace the weights that were evaluated there."""
-    keys, trainer = tiny | recipe, InProcessRun()
-    trainer.at["iteration", 5] = sigterm
-    trainer.launch(**keys)
+    keys = tiny | recipe
+    stopped(5, **keys)
     (ran.out_dir / "ckpt-00000005.pt").unlink()
     before = ran.state(4)
     assert before["val_loss"] is not None
@@ -227,9 +213,7 @@ def test_a_resume_changes_no_key_but_those_that_the_command_changes(tiny, ran):
     keys = tiny | dict(eval_iters=5)
     del keys["eval_tokens"]  # as in nanoGPT's configs
     del keys["dtype"]  # auto, which is not float16 on a CPU
-    trainer = InProcessRun()
-    trainer.at["iteration", 1] = sigterm
-    trainer.launch(**keys, dtype="float16")
+    stopped(1, **keys, dtype="float16")
     smaller = dict(batch_size=2, gradient_accumulation_steps=6)  # as many sequences
     train(**keys | smaller)
     first, second = ran.column("start", "config")
@@ -251,42 +235,28 @@ def test_weights_that_are_not_finite_are_not_saved(tiny, ran):
     assert ran.steps("iter") == [*range(12)]
 
 
-def test_a_diverged_state_replaces_no_checkpoint(tiny, ran):
-    """Resume from the last good checkpoint with the earlier rate, without moving any file."""
-    keys = tiny | dict(max_iters=20, keep_checkpoints=2)
-    train(**keys | dict(max_iters=4))
-    # leads to a loss above MAX_LOSS, with finite weights
-    changes = dict(learning_rate=50, min_lr=50, grad_clip=0, eval_interval=8)
-    result = run("train.py", *flags(**keys | changes, init_from="resume"))
-    assert (result.code, ran.saved) == (1, [4])
-    train(**keys, init_from="resume")
-    assert ran.saved == [16, 20]
-
-
-def test_a_val_loss_of_nan_replaces_no_checkpoint_though_the_weights_are_finite(tiny, ran):
+@pytest.mark.parametrize("factor", [torch.nan, 100.0], ids=["nan", "above MAX_LOSS"])
+def test_a_diverged_model_with_finite_weights_replaces_no_checkpoint(factor, tiny, ran):
+    """Then resume from the last good checkpoint, without moving any file."""
     train(**tiny | dict(max_iters=4))
     loss = torch.nn.functional.cross_entropy
 
-    def spoilt(*arguments, **named):
-        return loss(*arguments, **named) * (1 if torch.is_grad_enabled() else torch.nan)
+    def diverged(*arguments, **named):
+        return loss(*arguments, **named) * (1 if torch.is_grad_enabled() else factor)
 
-    with mock.patch("torch.nn.functional.cross_entropy", spoilt):
-        result = run("train.py", *flags(**tiny | dict(max_iters=8), init_from="resume"))
+    with mock.patch("torch.nn.functional.cross_entropy", diverged):
+        result = run("train.py", *flags(**tiny, init_from="resume"))
     assert (result.code, ran.saved) == (1, [4])
-    assert ran.evals("iter", "val_loss")[-1] == (8, None)
+    assert ran.evals("iter")[-1] == 8
+    train(**tiny, init_from="resume")
+    assert ran.saved == [4, 8, 12]
 
 
-SKIPPED = {
-    "19": (range(3, 22), 0),
-    "20": (range(3, 23), 1),
-    "22, but not in a row": ([*range(12), *range(13, 23)], 0),
-}
-
-
-@pytest.mark.parametrize("updates", SKIPPED)
-def test_twenty_skipped_updates_in_a_row_end_the_run(updates, tiny, ran):
+@pytest.mark.parametrize(
+    "skipped, code", [([*range(3, 22), 23, 24], 0), (range(3, 23), 1)], ids=["19", "20"]
+)
+def test_twenty_skipped_updates_in_a_row_end_the_run(skipped, code, tiny, ran):
     """Allow 19 in a row, because float16 may skip 16 until its loss scale is low enough."""
-    skipped, code = SKIPPED[updates]
     keys = tiny | dict(gradient_accumulation_steps=1, max_iters=25, eval_interval=100)
     with gradients_of_nan(skipped):
         result = run("train.py", *flags(**keys))

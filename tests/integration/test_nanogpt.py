@@ -13,19 +13,12 @@ import torch
 from char_dataset import write_letters, write_nanogpts_checkpoint
 from doc_pages import block_with
 from hf_reference import random_gpt2
-from program import ROOT, InProcessRun, Result, Run, flags, refused, run, sigterm, train
+from program import ROOT, Run, flags, refused, run, stopped, train
 
 from data.tokenizer import Tokenizer
 from run.pretrained import load_pretrained
 
 TINY = dict(n_layer=1, max_iters=2, eval_interval=2, eval_tokens=64)
-
-
-def stopped(**keys) -> Result:
-    """Train for one iteration, until a signal comes."""
-    trainer = InProcessRun()
-    trainer.at["iteration", 1] = sigterm
-    return trainer.launch(**keys)
 
 
 def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, monkeypatch):
@@ -37,13 +30,13 @@ def test_the_same_command_resumes_a_run_that_began_from_weights(tiny, tmp_path, 
     monkeypatch.chdir(tmp_path)
     write_nanogpts_checkpoint(tmp_path / "hf", vocab=61)
     command = tiny | dict(n_layer=2, out_dir="run", max_iters=8, init_from="hf")
-    out = stopped(**command).out
+    out = stopped(1, **command).out
     assert "weights: hf" in out
     untouched = train(**command, eval_only=True).out
     assert "weights: hf" in untouched and "resume:" not in untouched
 
     for rate, way in ((0.002, dict(init_from="resume")), (0.002, dict(init_from="scratch"))):
-        out = stopped(**command | dict(learning_rate=rate) | way).out
+        out = stopped(1, **command | dict(learning_rate=rate) | way).out
         assert re.search("^resume: .*; the run began from hf$", out, re.MULTILINE)
         assert ("resume: learning_rate = 0.002 (was" in out) == (way["init_from"] == "resume")
         assert "resume: init_from" not in out

@@ -1,11 +1,15 @@
 """Check what a run prints, and what other programs read: its log lines and metrics.jsonl."""
 
 import re
+import shutil
+import subprocess
 from datetime import datetime
 
 import pytest
 from char_dataset import SHORT_RUN, T
 from program import InProcessRun, Result, Run, gradients_of_nan, train
+
+from run.log import git_commit
 
 TINY = dict(max_iters=4, eval_interval=2, eval_tokens=64)
 N = r"-?[\d.]+"
@@ -26,12 +30,12 @@ FIELDS = dict(
 
 
 @pytest.fixture(scope="module")
-def logged(corpus, tmp_path_factory) -> tuple[Run, Result]:
+def logged(tokens, tmp_path_factory) -> tuple[Run, Result]:
     """Train a run with all kinds of records, which skips the update of iteration 4."""
     out_dir = tmp_path_factory.mktemp("logged") / "run"
     changes = dict(sample_tokens=5, peak_tflops=0.01, log_interval=2)
     with gradients_of_nan([4 * 2]):  # two micro-batches an iteration
-        result = train(**SHORT_RUN | changes, dataset=corpus, out_dir=out_dir)
+        result = train(**SHORT_RUN | changes, dataset=tokens, out_dir=out_dir)
     return Run(out_dir), result
 
 
@@ -78,15 +82,9 @@ def test_mfu_on_a_cpu_is_relative_to_a_measured_peak(tiny, ran):
     assert step["mfu"] == pytest.approx(flops / (first["peak_tflops"] * 1e12), rel=1e-6)
 
 
-def figures(result: Result) -> dict[str, float]:
-    """Return the last lines of the console: a name, a colon and a number."""
-    found = dict(re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE))
-    names = "val_loss bits_per_byte tokens epochs seconds tokens_per_sec mfu mem_gib"
-    return {name: float(found[name]) for name in names.split()}
-
-
 def test_a_run_ends_with_its_figures_one_per_line(tiny, ran):
-    found = figures(InProcessRun(fake_clock=True).launch(**tiny | dict(peak_tflops=1e-6)))
+    result = InProcessRun(fake_clock=True).launch(**tiny | dict(peak_tflops=1e-6))
+    found = {k: float(v) for k, v in re.findall(r"^(\w+): (\S+)$", result.out, re.MULTILINE)}
     assert ran.column("start", "peak_tflops", "peak_source") == [(1e-6, "peak_tflops")]
     end, last = ran.end, ran.records("eval")[-1]
     assert found["val_loss"] == pytest.approx(last["val_loss"], abs=1e-4)
@@ -99,3 +97,15 @@ def test_a_run_ends_with_its_figures_one_per_line(tiny, ran):
     # an iteration takes ten seconds
     assert found["tokens_per_sec"] == pytest.approx(2 * 4 * T / 10, abs=0.5)
     assert found["mfu"] > 0 and found["mem_gib"] > 0
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_log_names_the_commit_in_another_users_clone_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_DIR")  # see conftest.py
+    name = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], [*name, "commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr("run.log.PROJECT", tmp_path)
+    ours = git_commit()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # read by git itself
+    assert ours and git_commit() == ours
