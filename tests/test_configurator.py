@@ -116,7 +116,6 @@ FILES["both"] = FILES["nanogpts"] + "tokens_per_iter = 8 * 64 * gradient_accumul
     "given, tokens",  # of an iteration, or the flags that a problem tells to type instead
     [
         ("", 12 * 1024 * 40),
-        ("--batch_size=4", 4 * 1024 * 40),
         ("--batch_size=4 --block_size=128 ours", 4096),
         ("nanogpts", 8 * 64 * 5),
         ("nanogpts --batch_size=2 --block_size=32", 2 * 32 * 5),  # those at the end
@@ -130,7 +129,6 @@ FILES["both"] = FILES["nanogpts"] + "tokens_per_iter = 8 * 64 * gradient_accumul
         (f"ours {STEPS}=4 --batch_size=16", 4096),
         (f"ours {STEPS}=8", "--batch_size=8 --tokens_per_iter=2048"),
         (f"both {STEPS}=2 --batch_size=4", "--batch_size=20 --tokens_per_iter=512"),
-        ("nanogpts --tokens_per_iter=5120", 5120),
     ],
 )
 def test_the_tokens_of_an_iteration_have_two_names(tmp_path, given, tokens):
@@ -265,8 +263,7 @@ def test_every_committed_config_is_valid(path):
     batch_size.
     """
     config = load_config([str(path)])
-    on_a_gpu = path.stem.startswith(("gpt", "fast"))
-    if on_a_gpu:
+    if path.stem.startswith(("gpt", "fast")):
         small = load_config([str(path), "--batch_size=4"])
         assert config.tokens_per_iter == small.tokens_per_iter == 524_288
 

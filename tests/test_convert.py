@@ -265,8 +265,12 @@ def test_an_exported_fast_model_refuses_options_it_would_have_to_ignore(options,
     """Raise a ValueError that names the option, such as past_key_values."""
     _, exported = fast_export
     (name,) = options
+    idx = random_ids(2, 8)
     with pytest.raises(ValueError, match=name):
-        exported(random_ids(2, 8), **options)
+        exported(idx, **options)
+    if name == "attention_mask":
+        with pytest.raises(ValueError, match=name):
+            exported.generate(idx, max_new_tokens=2, return_dict_in_generate=True, **options)
 
 
 # -----------------------------------------------------------------------------
