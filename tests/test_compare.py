@@ -165,9 +165,7 @@ WHOLE = make_records(curve(20, 300))
 @pytest.mark.parametrize(
     "records, at_end",
     [
-        (WHOLE, True),
-        (WHOLE[:-1], True),  # killed after its last save
-        (WHOLE[:-2], True),  # killed before the record of it
+        (WHOLE[:-2], True),  # killed before the record of its last save
         (WHOLE[:-3], False),  # killed before its last evaluation
         ([*WHOLE[:-3], WHOLE[-3] | dict(complete=False)], False),
     ],

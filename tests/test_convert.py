@@ -119,13 +119,11 @@ def test_the_example_in_the_docs_generates_text_from_a_byte_level_export(tmp_pat
 TEXT = "the cat 's naïve:  café — 12345 tokens,\n\n\tand did n't ✓ <tags> ."
 
 
-@pytest.mark.parametrize("model", [random_gpt, random_fast])
-def test_exports_your_own_tokenizer_with_the_weights(model, tmp_path):
+def test_exports_your_own_tokenizer_with_the_weights(tmp_path):
     """Give transformers a BPE tokenizer with the same ids, and other programs what they ask for."""
     bpe = own_bpe("</s>")
     vocab = bpe.get_vocab_size()
-    spec = bpe.to_str()
-    path = save(model(vocab_size=384), tmp_path / "x.pt", vocab, "bpe", json=spec)
+    path = save(random_gpt(vocab_size=384), tmp_path / "x.pt", vocab, "bpe", json=bpe.to_str())
     folder = tmp_path / "hf"
     assert "no files" not in convert(path, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -135,13 +133,10 @@ def test_exports_your_own_tokenizer_with_the_weights(model, tmp_path):
     assert tokenizer.decode(ids) == TEXT
     assert len(tokenizer) == vocab
     assert tokenizer.eos_token == "</s>"
-    config = json.loads((folder / "config.json").read_text())
-    assert tokenizer.model_max_length == config["n_positions"]
-    assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eos_token_id == 0
-    if model is random_fast:
-        return
     # what other programs read; docs/sampling.md has results with llama.cpp and mlx-lm
-    assert config["n_ctx"] == 16
+    config = json.loads((folder / "config.json").read_text())
+    assert tokenizer.model_max_length == config["n_positions"] == config["n_ctx"] == 16
+    assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.eos_token_id == 0
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     # transformers 4 has the class too; it would add token_type_ids, and GPT-2 their embeddings
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"

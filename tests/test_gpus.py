@@ -42,12 +42,9 @@ def model_of(config: Config) -> GPTConfig:
         ("RTX4070", "GeForce RTX 4070"),
         ("4070ti", "GeForce RTX 4070 Ti"),
         ("rtx3080-12gb", "GeForce RTX 3080, 12GB"),
-        ("RTX 3080 10 GB", "GeForce RTX 3080, 10GB"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "GeForce RTX 4070 Laptop GPU"),
         ("a100", "A100-SXM4-40GB"),
         ("h100 80gb hbm3", "H100 80GB HBM3"),
-        ("H200", "H200"),
-        ("b200", "B200"),
         ("t4", "Tesla T4"),
     ],
 )
