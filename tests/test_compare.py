@@ -429,11 +429,10 @@ def test_reports_and_draws_a_real_run(tiny, ran, tmp_path):
 
 
 def test_compares_and_draws_the_seeds_of_two_sides(tmp_path):
-    def write_side(name: str, loss: float) -> list[Path]:
-        seeds = {1: ends(loss), 2: ends(loss + 0.001)}
-        return [write_run(tmp_path / f"{name}{n}", x, seed=n) for n, x in seeds.items()]
-
-    idea, base = write_side("idea", 1.0), write_side("base", 2.0)
+    idea, base = (
+        [write_run(tmp_path / f"{name}{n}", ends(loss + n / 1000), seed=n) for n in (1, 2)]
+        for name, loss in (("idea", 1.0), ("base", 2.0))
+    )
     files = [f"--json={tmp_path / 'a/b.json'}", f"--png={tmp_path / 'c'}"]
     result = run("compare.py", *idea, "--against", *base, *files)
     assert result.code == 0 and "\nverdict: better\n" in result.out

@@ -211,7 +211,7 @@ def fast_export(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path])  # where transformers adds its copies of the code
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp / "modules"))
-        for module in ("model", "model_fast", "run"):
+        for module in ("common", "configurator", "data", "model", "model_fast", "run"):
             patch.setitem(sys.modules, module, None)  # importing it fails
         loaded = AutoModelForCausalLM.from_pretrained(tmp / "hf", trust_remote_code=True)
     return model, loaded.eval()

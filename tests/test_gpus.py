@@ -22,7 +22,6 @@ from machine.gpus import GIB, resolve_gpu, short_name
 from model import GPTConfig
 from model_fast import FastGPT, model_config
 
-PEAKS = ("bf16_tflops", "fp16_tflops")
 # The rows of simulated GPUs (docs/internals/simulated_gpus.md) for our GPT-2 with AdamW. Those with
 # Muon were simulated with the recipe of 3,250 iterations, whose optimizer kept no averages.
 SIMULATED = {

@@ -13,19 +13,18 @@ from hf_reference import as_transformers
 
 import model as model_file
 from configurator import FIELDS, RunKeys, find_keys
-from model import GPT, ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss, prefers_plain
+from model import ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss, prefers_plain
 from model_fast import FastConfig, build_model, config_from_dict
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
 
 
-def perturbed(config: GPTConfig) -> GPT:
-    """Return a model whose biases and norms are not zeros and ones, which could hide a mix-up."""
+def random_model(config: GPTConfig) -> torch.nn.Module:
+    """Return a model in eval mode without zero weights, so that everything in it matters."""
     torch.manual_seed(0)
-    model = GPT(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
+    model = build_model(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
     return model.eval()
 
 
@@ -50,7 +49,7 @@ BY_HF = [(name, flash) for name in SHAPES for flash in (True, False)]
 def test_logits_equal_transformers_gpt2(name, flash):
     """Compare at equal weights, with fused and with plain attention."""
     shape = SHAPES[name]
-    model = perturbed(GPTConfig(**shape, flash=flash))
+    model = random_model(GPTConfig(**shape, flash=flash))
     idx = tokens(2, min(40, shape["block_size"]), shape["vocab_size"])
     with torch.no_grad():
         expected = as_transformers(model.state_dict(), model.config)(idx).logits
@@ -250,15 +249,6 @@ def test_dropout_acts_on_embeddings_attention_and_block_outputs_only_in_training
 
 BASE = dict(block_size=24, vocab_size=61, n_layer=3, n_head=2, n_embd=32)
 ANOTHER = {f.name: another_value(f, getattr(GPTConfig(**BASE), f.name)) for f in fields(GPTConfig)}
-
-
-def random_model(config: GPTConfig) -> torch.nn.Module:
-    """Return a model in eval mode without zero weights, so that everything in it matters."""
-    torch.manual_seed(0)
-    model = build_model(config)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model.eval()
 
 
 @pytest.mark.parametrize("model", ["gpt2", "fast"])

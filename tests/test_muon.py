@@ -12,8 +12,8 @@ import torch.nn as nn
 from configurator import Config
 from machine.cost import count_trained, optimizer_bytes
 from model import GPTConfig
-from model_fast import FastConfig, FastGPT
-from optimizer import Muon, muon_groups, orthogonalize
+from model_fast import FastConfig, FastGPT, build_model
+from optimizer import Muon, build_optimizer, muon_groups, orthogonalize
 
 RECIPE = Config(optimizer="muon", learning_rate=0.029, beta1=0.8, weight_decay=0.01)
 START = dict(done=0.0, length=100)  # of a run
@@ -85,6 +85,18 @@ def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
         p.grad = gradient
         optimizer.step()
         assert p.isfinite().all() and torch.equal(p, before) != moves
+
+
+@pytest.mark.parametrize("kind, rate", [(GPTConfig, 0.004), (FastConfig, 0.7)])
+def test_a_token_embedding_moves_at_the_rate_that_suits_its_first_size(kind, rate):
+    """GPT-2's starts with a standard deviation of 0.02, the fast model's with 1."""
+    model = build_model(kind(**SIZES, tie_weights=False))
+    weight = model.transformer.wte.weight
+    before = weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    build_optimizer(model, RECIPE, torch.float32).step()
+    assert (before - weight).mean().item() == pytest.approx(rate, rel=0.01)
 
 
 class ReadsProgress(torch.optim.SGD):
