@@ -43,8 +43,6 @@ COLUMNS = {
     "hours": hours_with_range,
     "to the end": total_or_range,
     "memory": lambda p: [p["vram_gib"]],
-    "parameters": lambda p: [p["params"] / 1e6],
-    "one checkpoint": lambda p: [p["checkpoint_gb"]],
 }
 CONFIG = re.compile(r"(?<=[`/])(fast|gpt\d+m_\w+)\b(?:\.py)?((?: --\w+=\w+)*)")
 
@@ -61,10 +59,8 @@ def planned_cells():
                 if not (named := CONFIG.search(row) or CONFIG.search(head)):
                     continue
                 # without --gpu, the row's first cell names the GPU, or else it is a 4070
-                card = re.match(r"\| (?:(\d) x )?([A-Z][\w ]*\w)", row)
-                words = (named[1], f"--gpu={card[2] if card else '4070'}", *named[2].split())
-                if card and card[1]:
-                    words += (f"--gpus={card[1]}",)
+                card = re.match(r"\| ([A-Z][\w ]*\w)", row)
+                words = (named[1], f"--gpu={card[1] if card else '4070'}", *named[2].split())
                 for title, cell in zip(head.split("|"), row.split("|"), strict=True):
                     for column in COLUMNS:
                         if column in title and numbers(cell) and "measured" not in cell:
