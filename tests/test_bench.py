@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -152,22 +151,6 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
     assert gains == pytest.approx(rows[-1]["total_gain"])
 
 
-def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(children, monkeypatch):
-    """Stop in the third measurement."""
-    popen = subprocess.Popen
-
-    def stop(*arguments, **options):
-        if len(children) == 2:
-            signal.raise_signal(signal.SIGINT)
-        return popen(*arguments, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", stop)
-    result = run("bench.py", "ladder", *flags(**TINY), "--seconds=0")
-    assert result.code == 130 and len(children) == 2
-    for name in ("float32", "--tf32=True"):
-        assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
-
-
 # -----------------------------------------------------------------------------
 # Runs that fail, and interruptions
 
@@ -186,17 +169,19 @@ def test_bench_prints_the_errors_of_a_training_run_that_fails(code, keys, said, 
     assert "train.py ended with exit code" in result.err
 
 
-def test_ctrl_c_kills_the_measured_process(children):
-    """Exit with code 130 on Ctrl-C while bench.py waits for log lines."""
+def test_ctrl_c_ends_a_ladders_third_run_and_leaves_the_rows_of_the_first_two(children):
+    sleep = time.sleep
 
-    def interrupt(seconds: float) -> None:
-        if children:
+    def interrupt(seconds: float) -> None:  # while bench.py waits for log lines
+        if len(children) == 3:
             raise KeyboardInterrupt
+        sleep(seconds)
 
     with mock.patch("time.sleep", interrupt):
-        assert run("bench.py", *flags(**TINY, compile=False)).code == 130
-    (child,) = children
-    assert child.wait(10) == -9
+        result = run("bench.py", "ladder", *flags(**TINY), "--seconds=0")
+    assert result.code == 130 and children[-1].wait(10) == -9
+    for name in ("float32", LADDER[0]):
+        assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the run ends after its hours")
