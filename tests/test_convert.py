@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import tokenizers
 import torch
-from hf_reference import own_bpe, random_gpt2
+from hf_reference import own_bpe, random_gpt2, random_model
 from program import ROOT, refused, run
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -34,20 +34,11 @@ SIZES = dict(block_size=16, n_layer=2, n_head=2, n_embd=32, vocab_size=128)
 
 
 def random_gpt(**changes) -> GPT:
-    torch.manual_seed(0)
-    return stirred(GPT(GPTConfig(**SIZES | changes)), 0.2)
-
-
-def stirred(model, scale: float):
-    """Move all parameters far from their initial values, so that each matters."""
-    for parameter in model.eval().parameters():
-        parameter.data += scale * torch.randn_like(parameter)
-    return model
+    return random_model(GPTConfig(**SIZES | changes))
 
 
 def random_fast(**changes) -> FastGPT:
-    torch.manual_seed(0)
-    return stirred(FastGPT(FastConfig(**SIZES | dict(block_size=256) | changes)), 1.0)
+    return random_model(FastConfig(**SIZES | dict(block_size=256) | changes), std=1.0)
 
 
 def save(model: GPT | FastGPT, path: Path, vocab: int = 128, kind: str = "byte", **spec) -> Path:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import another_value, slow_but
-from hf_reference import as_transformers
+from hf_reference import as_transformers, random_model
 
 import model as model_file
 from configurator import FIELDS, RunKeys, find_keys
@@ -17,15 +17,6 @@ from model import ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss, prefer
 from model_fast import FastConfig, build_model, config_from_dict
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
-
-
-def random_model(config: GPTConfig) -> torch.nn.Module:
-    """Return a model in eval mode without zero weights, so that everything in it matters."""
-    torch.manual_seed(0)
-    model = build_model(config)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model.eval()
 
 
 def tokens(B, T, vocab, seed=0):

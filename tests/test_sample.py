@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from char_dataset import LETTERS, RULER, sample, train_short, write_letters, write_parrot
-from hf_reference import as_transformers
+from hf_reference import as_transformers, random_model
 from program import Run, refused, run, write_tokens
 
 from configurator import read_config
@@ -21,12 +21,8 @@ GREEDY = 0.0  # temperature
 
 
 def small_model(**changes) -> GPT:
-    torch.manual_seed(0)
     sizes = dict(block_size=24, vocab_size=128, n_layer=3, n_head=2, n_embd=32)
-    model = GPT(GPTConfig(**sizes | changes)).eval()
-    for parameter in model.parameters():
-        parameter.data.mul_(4)  # far from uniform, so that argmax is clear
-    return model
+    return random_model(GPTConfig(**sizes | changes))
 
 
 # -----------------------------------------------------------------------------
