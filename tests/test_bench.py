@@ -25,17 +25,16 @@ TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu"
 
 # What a child does before it becomes train.py
 NO_COMPILER = "import torch; torch.nn.Module.compile = lambda *_, **__: None; "
-CUDA_IS_FULL = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')"
 RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-def failing(statement: str, batch_size: int) -> str:
-    """Return code that runs a statement when training meets micro-batches of this size."""
+def out_of_memory(batch_size: int) -> str:
+    """Return code that makes training run out of memory at micro-batches of this size."""
     return (
         "\nforward = torch.nn.Embedding.forward\n"
         "def watched(module, idx):\n"
         f"    if idx.dim() == 2 and len(idx) == {batch_size} and torch.is_grad_enabled():\n"
-        f"        {statement}\n"
+        "        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')\n"
         "    return forward(module, idx)\n"
         "torch.nn.Embedding.forward = watched\n"
     )
@@ -124,7 +123,7 @@ def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cp
 
 
 def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails(children):
-    subprocess.Popen.code = failing(CUDA_IS_FULL, batch_size=2)
+    subprocess.Popen.code = out_of_memory(batch_size=2)
     keys = {**TINY, "compile": False, "tokens_per_iter": 128}
     del keys["gradient_accumulation_steps"]
     found, out = bench("--row=", "--row=--batch_size=2", "--row=--block_size=32", **keys)
@@ -155,17 +154,11 @@ def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, c
 # Runs that fail, and interruptions
 
 
-ERRORS = [  # code that the child runs first, a flag, words that it prints
-    ("", dict(block_size=512), "error: .*block_size"),
-    (failing(CUDA_IS_FULL, 4), {}, "error: out of memory; give half the batch_size"),
-]
-
-
-@pytest.mark.parametrize("code, keys, said", ERRORS)
-def test_bench_prints_the_errors_of_a_training_run_that_fails(code, keys, said, children):
-    subprocess.Popen.code = code
-    result = run("bench.py", *flags(**TINY | dict(compile=False) | keys))
-    assert result.code == 1 and re.search(said, result.err), result.err
+@pytest.mark.parametrize("context, said", [(512, "block_size"), (16, "out of memory")])
+def test_bench_prints_the_errors_of_a_training_run_that_fails(context, said, children):
+    subprocess.Popen.code = out_of_memory(batch_size=4)
+    result = run("bench.py", *flags(**TINY | dict(compile=False, block_size=context)))
+    assert result.code == 1 and re.search(f"error: .*{said}", result.err), result.err
     assert "train.py ended with exit code" in result.err
 
 

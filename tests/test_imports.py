@@ -17,8 +17,7 @@ PREPARATIONS = ["data.prepare_text", "data.prepare_fineweb"]  # nobody imports t
 OPTIONAL = {"tiktoken", "datasets", "tokenizers", "matplotlib", "wandb", "tensorboard"}
 
 
-FOLDERS = ("common", "data", "docs", "machine", "run", "tools")
-FILES = [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).glob("*.py"))]
+FILES = [*ROOT.glob("*.py"), *(p for name in [*LAYERS, "docs"] for p in (ROOT / name).glob("*.py"))]
 CODE = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in FILES}
 
 

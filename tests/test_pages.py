@@ -23,7 +23,8 @@ def anchors(page: Path) -> set[str]:
     Return the anchors that GitHub makes of the headings: lower case, no punctuation, hyphens for
     spaces.
     """
-    headings = re.findall(r"^#+ (.*)$", doc_pages.without_blocks(page), re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
