@@ -3,6 +3,7 @@ Check the model against transformers' GPT-2, against numbers computed by hand, a
 with each switch changed.
 """
 
+import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from hf_reference import as_transformers, random_model
 
 import model as model_file
 from configurator import FIELDS, RunKeys, find_keys
-from model import ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss, prefers_plain
+from model import GPT, ChunkedLoss, GPTConfig, KVCache, cap_logits, mean_loss, prefers_plain
 from model_fast import FastConfig, build_model, config_from_dict
 
 SMALL = dict(block_size=64, vocab_size=211, n_layer=3, n_head=4, n_embd=48)
@@ -46,6 +47,16 @@ def test_logits_equal_transformers_gpt2(name, flash):
         expected = as_transformers(model.state_dict(), model.config)(idx).logits
         # 1e-4 allows for fp32 rounding of logits of about 10, in a different order of operations
         torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gpt2s_matrices_start_with_the_standard_deviations_of_its_paper():
+    """Smaller in front of the residual stream, to which two projections of each layer add."""
+    torch.manual_seed(0)
+    for name, p in GPT(GPTConfig(**SMALL)).named_parameters():
+        if p.dim() == 2:
+            std = 0.02 / math.sqrt(2 * 3) if name.endswith("c_proj.weight") else 0.02
+            # this allows three standard errors, 1 / sqrt(2 n) each, for 2,304 numbers or more
+            assert p.std().item() == pytest.approx(std, rel=0.045), name
 
 
 PLAIN = [
