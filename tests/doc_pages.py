@@ -29,10 +29,6 @@ def code_blocks(page: Path, language: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
 
 
-def without_blocks(page: Path) -> str:
-    return re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
-
-
 def command_lines(page: Path) -> list[list[str]]:
     """
     Return the words, from the script on, of each `python X.py ...` on a page and of each

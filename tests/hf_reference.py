@@ -6,8 +6,20 @@ import tokenizers
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from model import GPT, GPTConfig
+from model_fast import FastGPT, build_model
+
 # transformers keeps these as (in, out)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def random_model(config: GPTConfig, std: float = 0.3) -> GPT | FastGPT:
+    """Return a model in eval mode without zero weights, so that everything in it matters."""
+    torch.manual_seed(0)
+    model = build_model(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=std)
+    return model.eval()
 
 
 def as_transformers(weights: dict[str, torch.Tensor], c) -> GPT2LMHeadModel:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,26 +15,26 @@ from unittest import mock
 
 import psutil
 import pytest
-from cases import slow_but
 from fork_server import ForkedProcess
 from program import FAST, flags, run, start, write_tokens
+
+from bench import LADDER
 
 SIZES = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4)
 TINY = dict(SIZES, gradient_accumulation_steps=2, dataset="tokens", device="cpu", dtype="float32")
 
 # What a child does before it becomes train.py
 NO_COMPILER = "import torch; torch.nn.Module.compile = lambda *_, **__: None; "
-CUDA_IS_FULL = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')"
 RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-def failing(statement: str, batch_size: int) -> str:
-    """Return code that runs a statement when training meets micro-batches of this size."""
+def out_of_memory(batch_size: int) -> str:
+    """Return code that makes training run out of memory at micro-batches of this size."""
     return (
-        "\nimport os\nforward = torch.nn.Embedding.forward\n"
+        "\nforward = torch.nn.Embedding.forward\n"
         "def watched(module, idx):\n"
         f"    if idx.dim() == 2 and len(idx) == {batch_size} and torch.is_grad_enabled():\n"
-        f"        {statement}\n"
+        "        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB')\n"
         "    return forward(module, idx)\n"
         "torch.nn.Embedding.forward = watched\n"
     )
@@ -123,12 +122,8 @@ def test_bench_without_a_config_uses_random_tokens_and_256_per_iteration_on_a_cp
 # Several configurations
 
 
-KILL = "os.kill(os.getpid(), 9)"
-
-
-@pytest.mark.parametrize("end", slow_but(CUDA_IS_FULL, of=[CUDA_IS_FULL, KILL]))
-def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails(end, children):
-    subprocess.Popen.code = failing(end, batch_size=2)
+def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails(children):
+    subprocess.Popen.code = out_of_memory(batch_size=2)
     keys = {**TINY, "compile": False, "tokens_per_iter": 128}
     del keys["gradient_accumulation_steps"]
     found, out = bench("--row=", "--row=--batch_size=2", "--row=--block_size=32", **keys)
@@ -146,69 +141,40 @@ def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
 def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, children):
     rows, out = bench("ladder", **TINY, **recipe)
-    names = ["float32", "--tf32=True", "--dtype=auto", "--compile=True --loss_chunk=auto"]
-    names += ["--flash=True", "--pad_vocab_multiple=128"] + ["--tie_weights=True"] * (not recipe)
-    assert [row["name"] for row in rows] == names
+    names = ["float32", *LADDER]
+    assert [row["name"] for row in rows] == (names[:-1] if recipe else names)
     for row in rows:
         assert row["total_gain"] == pytest.approx(rows[0]["step_ms"] / row["step_ms"])
+        assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
     gains = math.prod(row["gain"] for row in rows)
     assert gains == pytest.approx(rows[-1]["total_gain"])
-    # 61 -> 128 rows of 32 in the embedding and in the head, which has a bias only in FAST; tying
-    # the weights removes one of the two matrices
-    parameters = [row["parameters"] for row in rows]
-    assert parameters[5] - parameters[4] == (128 - 61) * (2 * 32 + bool(recipe))
-    assert parameters[5] - parameters[-1] == (0 if recipe else 128 * 32)
-    for row in rows:
-        assert re.search(rf"^{row['name']} .* {row['gain']:.2f}x ", out, re.MULTILINE)
-
-
-def test_a_stopped_ladder_prints_the_rows_that_are_already_measured(children, monkeypatch):
-    """Stop in the third measurement."""
-    popen = subprocess.Popen
-
-    def stop(*arguments, **options):
-        if len(children) == 2:
-            signal.raise_signal(signal.SIGINT)
-        return popen(*arguments, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", stop)
-    result = run("bench.py", "ladder", *flags(**TINY), "--seconds=0")
-    assert result.code == 130 and len(children) == 2
-    for name in ("float32", "--tf32=True"):
-        assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
 
 
 # -----------------------------------------------------------------------------
 # Runs that fail, and interruptions
 
 
-MISTAKE = failing("raise ZeroDivisionError('mine')", 4)
-ERRORS = [  # code that the child runs first, a flag, words that it prints
-    ("", dict(block_size=512), "error: .*block_size"),
-    (failing(CUDA_IS_FULL, 4), {}, "error: out of memory; give half the batch_size"),
-    (MISTAKE, {}, "ZeroDivisionError: mine"),
-]
-
-
-@pytest.mark.parametrize("code, keys, said", slow_but(*ERRORS[:2], of=ERRORS))
-def test_bench_prints_the_errors_of_a_training_run_that_fails(code, keys, said, children):
-    subprocess.Popen.code = code
-    result = run("bench.py", *flags(**TINY | dict(compile=False) | keys))
-    assert result.code == 1 and re.search(said, result.err), result.err
+@pytest.mark.parametrize("context, said", [(512, "block_size"), (16, "out of memory")])
+def test_bench_prints_the_errors_of_a_training_run_that_fails(context, said, children):
+    subprocess.Popen.code = out_of_memory(batch_size=4)
+    result = run("bench.py", *flags(**TINY | dict(compile=False, block_size=context)))
+    assert result.code == 1 and re.search(f"error: .*{said}", result.err), result.err
     assert "train.py ended with exit code" in result.err
 
 
-def test_ctrl_c_kills_the_measured_process(children):
-    """Exit with code 130 on Ctrl-C while bench.py waits for log lines."""
+def test_ctrl_c_ends_a_ladders_third_run_and_leaves_the_rows_of_the_first_two(children):
+    sleep = time.sleep
 
-    def interrupt(seconds: float) -> None:
-        if children:
+    def interrupt(seconds: float) -> None:  # while bench.py waits for log lines
+        if len(children) == 3:
             raise KeyboardInterrupt
+        sleep(seconds)
 
     with mock.patch("time.sleep", interrupt):
-        assert run("bench.py", *flags(**TINY, compile=False)).code == 130
-    (child,) = children
-    assert child.wait(10) == -9
+        result = run("bench.py", "ladder", *flags(**TINY), "--seconds=0")
+    assert result.code == 130 and children[-1].wait(10) == -9
+    for name in ("float32", LADDER[0]):
+        assert re.search(rf"^{name} .* [\d.]+ ms .*GiB", result.out, re.MULTILINE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the run ends after its hours")

@@ -16,20 +16,13 @@ def clock_at(seconds: float, monkeypatch, **ledger: float) -> Clock:
     return Clock(0.0, lambda: None, ledger)
 
 
-def test_the_save_timer_counts_from_the_start_up_and_then_from_the_end_of_a_save(monkeypatch):
-    """The start-up is left out, because it may download for an hour."""
+def test_the_save_timer_leaves_out_the_start_up(monkeypatch):
+    """It may download for an hour. test_time_limits.py has saves."""
     clock = clock_at(0, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: 3600.0)
     clock.lap("start-up")
     monkeypatch.setattr(time, "perf_counter", lambda: 3670.0)
     assert clock.read()[1] == 70
-    with clock.pause("evaluation"):
-        pass
-    assert clock.read()[1] == 70
-    with clock.pause("checkpoints"):
-        monkeypatch.setattr(time, "perf_counter", lambda: 3672.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: 3675.0)
-    assert clock.read()[1] == 3
 
 
 def test_the_hours_count_evaluations_samples_and_saves_but_no_compilation(monkeypatch):
@@ -45,22 +38,14 @@ def test_the_hours_count_evaluations_samples_and_saves_but_no_compilation(monkey
 
 
 def test_a_resumed_clock_continues_the_ledger_and_leaves_out_start_ups(monkeypatch):
-    clock = clock_at(0, monkeypatch)
-    monkeypatch.setattr(time, "perf_counter", lambda: 50.0)
+    clock = clock_at(7, monkeypatch, steps=30.0)
     clock.lap("start-up")
-    monkeypatch.setattr(time, "perf_counter", lambda: 80.0)
-    clock.lap("steps")
-    assert (clock.seconds["start-up"], clock.seconds["steps"]) == (50, 30)
-
-    later = clock_at(7, monkeypatch, **clock.seconds)
-    later.lap("start-up")
-    assert later.hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 17.0)
-    later.lap("compile")
-    assert later.seconds["compile"] == 10
-    assert later.hours() == pytest.approx(30 / 3600)
+    clock.lap("compile")
+    assert clock.seconds["compile"] == 10
+    assert clock.hours() == pytest.approx(30 / 3600)
     monkeypatch.setattr(time, "perf_counter", lambda: 20.0)
-    assert later.read()[0] == pytest.approx(33 / 3600)
+    assert clock.read()[0] == pytest.approx(33 / 3600)
 
 
 def test_prints_clock_times_to_the_minute_with_the_zone_and_a_date_unless_today(monkeypatch):

@@ -16,12 +16,6 @@ def write(tmp_path, text: str, name: str = "c.py") -> str:
     return str(tmp_path / name)
 
 
-def problems_of(*argv) -> tuple[str, ...]:
-    with pytest.raises(UserError) as error:
-        load_config(list(argv))
-    return error.value.args
-
-
 def test_later_files_and_flags_win(tmp_path):
     """Let the last file or flag on the command line decide."""
     a = write(tmp_path, "batch_size = 2\nbatch_size = 3\nn_layer = 2", "a.py")
@@ -90,13 +84,11 @@ def test_ignores_modules_functions_classes_and_underscored_names_in_a_config_fil
         ("--batch_size=1e1", "batch_size", 10),
         ("--max_iters=524_288", "max_iters", 524288),
         ("--learning_rate=1", "learning_rate", 1.0),
-        ("--learning_rate=6e-4", "learning_rate", 6e-4),
         ("--compile=False", "compile", False),
         ("--bias=1", "bias", True),
         ("--wandb_project=a=b", "wandb_project", "a=b"),
         ("--wandb_project=3", "wandb_project", "3"),
         ("--out_dir='quoted'", "out_dir", "quoted"),
-        ("--out_dir='tis", "out_dir", "'tis"),
     ],
 )
 def test_converts_flag_values_to_the_types_of_their_keys(flag, name, value):
@@ -117,10 +109,9 @@ FILES["both"] = FILES["nanogpts"] + "tokens_per_iter = 8 * 64 * gradient_accumul
 
 
 @pytest.mark.parametrize(
-    "given, tokens",  # of an iteration, or the flags that a problem tells to type instead
+    "given, tokens",
     [
         ("", 12 * 1024 * 40),
-        ("--batch_size=4", 4 * 1024 * 40),
         ("--batch_size=4 --block_size=128 ours", 4096),
         ("nanogpts", 8 * 64 * 5),
         ("nanogpts --batch_size=2 --block_size=32", 2 * 32 * 5),  # those at the end
@@ -132,28 +123,18 @@ FILES["both"] = FILES["nanogpts"] + "tokens_per_iter = 8 * 64 * gradient_accumul
         # a flag may count micro-batches of a file's tokens, if both mean the same
         (f"ours {STEPS}=16", 4096),
         (f"ours {STEPS}=4 --batch_size=16", 4096),
-        (f"ours {STEPS}=8", "--batch_size=8 --tokens_per_iter=2048"),
-        (f"both {STEPS}=2 --batch_size=4", "--batch_size=20 --tokens_per_iter=512"),
-        ("nanogpts --tokens_per_iter=5120", 5120),
     ],
 )
 def test_the_tokens_of_an_iteration_have_two_names(tmp_path, given, tokens):
     """
     Let flags win over files, a later file over an earlier one, and tokens_per_iter where both are
-    set, but refuse a flag's accumulation that means other tokens than a file sets.
+    set. test_bad_input.py has a flag's accumulation that means other tokens than a file sets.
     """
     files = {name: write(tmp_path, text, f"{name}.py") for name, text in FILES.items()}
     argv = [files.get(word, word) for word in given.split()]
-    if isinstance(tokens, int):
-        config = load_config(argv)
-        assert config.tokens_per_iter == tokens
-        assert load_config([write(tmp_path, config_text(config), "printed.py")]) == config
-    else:
-        (problem,) = problems_of(*argv)
-        typed = re.findall(r"--\w+=\d+", problem)
-        assert typed == tokens.split()
-        for flag in typed:
-            load_config([argv[0], flag])
+    config = load_config(argv)
+    assert config.tokens_per_iter == tokens
+    assert load_config([write(tmp_path, config_text(config), "printed.py")]) == config
 
 
 def test_configurator_prints_a_config_file_and_nothing_else(tmp_path):
@@ -188,7 +169,6 @@ def test_accepts_every_nanogpt_key_as_a_flag_and_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        (["--backend=gloo"], {}),
         (["--wandb_log=True"], dict(tracker="wandb")),
         (["--wandb_log=True", "--wandb_log=False"], dict(tracker="none")),
         (["--wandb_log=True", "--tracker=tensorboard"], dict(tracker="tensorboard")),
@@ -210,11 +190,7 @@ def test_translates_nanogpts_flags(argv, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_a_config_file_can_set_and_read_nanogpts_keys(tmp_path):
-    """Let a file set decay_lr, and read decay_lr, wandb_log and backend."""
-    set_there = write(tmp_path, "decay_lr = False\nlr_schedule = 'wsd'")
-    assert load_config([set_there]).lr_schedule == "wsd"
-    assert load_config([set_there, "--decay_lr=False"]).lr_schedule == "wsd"
+def test_a_config_file_can_read_nanogpts_keys(tmp_path):
     sized = write(tmp_path, "eval_tokens = 77\nbatch_size = 2")
     assert load_config([sized, "--eval_iters=3"]).eval_tokens == 3 * 2 * 1024
     text = "lr_schedule = 'wsd' if decay_lr and not wandb_log and backend == 'nccl' else 'cosine'"
@@ -269,8 +245,7 @@ def test_every_committed_config_is_valid(path):
     batch_size.
     """
     config = load_config([str(path)])
-    on_a_gpu = path.stem.startswith(("gpt", "fast"))
-    if on_a_gpu:
+    if path.stem.startswith(("gpt", "fast")):
         small = load_config([str(path), "--batch_size=4"])
         assert config.tokens_per_iter == small.tokens_per_iter == 524_288
 
@@ -292,7 +267,9 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("text", BAD_FILES.values(), ids=BAD_FILES.keys())
 def test_a_bad_config_file_gives_one_line_that_names_the_file(text, tmp_path):
-    (line,) = problems_of(write(tmp_path, text))
+    with pytest.raises(UserError) as error:
+        load_config([write(tmp_path, text)])
+    (line,) = error.value.args
     assert "\n" not in line and line.startswith(str(tmp_path / "c.py"))
 
 

@@ -81,9 +81,7 @@ def random_model(device: str, c: Config, vocab: int) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("device, batch_size, vocab, flags", MODELS)
-def test_compiled_bfloat16_gradients_are_those_of_float32(
-    device, batch_size, vocab, flags, record_property
-):
+def test_compiled_bfloat16_gradients_are_those_of_float32(device, batch_size, vocab, flags):
     """
     Compute each gradient within 3% of float32's; at 124M and 8 x 1024 tokens these are the kernels
     of a real run. Rounding to bfloat16 alone gave 1.05% (GPT-2) and 2.2% (an earlier fast model)
@@ -107,9 +105,6 @@ def test_compiled_bfloat16_gradients_are_those_of_float32(
     for name, p in model.named_parameters():
         gradient = exact[name].to(device)
         errors[name] = ((p.grad - gradient).norm() / gradient.norm()).item()
-    for name in sorted(errors, key=errors.get)[-3:]:
-        record_property(name, errors[name])
-    record_property("loss difference", loss.item() - exact_loss)
     assert loss.item() == pytest.approx(exact_loss, rel=1e-3)
     assert max(errors.values()) < 0.03, max(errors, key=errors.get)
 

@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
-from program import ROOT, flags, run
+from program import flags, run
 
 from common import environment
 from common.console import UserError, is_out_of_memory
-from configurator import Config, load_config
+from configurator import Config
 from machine import cost, hardware
 from machine.cost import count_flops
 from machine.gpus import find_row, row_peak
 from machine.hardware import Hardware
 from model import GPT, GPTConfig, mean_loss
-from model_fast import FastConfig, model_config
+from model_fast import FastConfig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -40,7 +40,6 @@ PEAKS = [
     ("NVIDIA GeForce RTX 4070", 40, "bfloat16", True, None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 14, "bfloat16", True, None),
     ("NVIDIA GeForce RTX 5090 D", 170, "bfloat16", True, None),
-    ("NVIDIA B100", None, "bfloat16", True, None),
 ]
 
 
@@ -51,26 +50,15 @@ def test_finds_a_gpus_peak_by_whole_name_sm_count_and_dtype(name, sm_count, dtyp
     assert (row and row_peak(row, dtype, tf32)) == peak
 
 
-# 6 N + 12 L H Q T (PaLM paper, appendix B), by its parts: a layer's matrices, the head, a layer's
-# attention
-LAYER, HEAD, ATTENTION = 6 * 12 * 768**2, 6 * 768 * 50304, 12 * 768 * 1024
-
-
-@pytest.mark.parametrize("config", ["gpt124m_4070", "fast"])
-def test_counts_the_flops_of_both_124m_models(config):
-    """Count the PaLM paper's 6 N + 12 L H Q T FLOPs per token, and none for embeddings."""
-    c = load_config([f"{ROOT}/config/{config}.py", "--tie_weights=False"])
-    # nanoGPT's number, 854.8 MFLOP a token, has the norms' weights in N
-    flops = count_flops(model_config(c, 50257))
-    assert flops == 12 * (LAYER + ATTENTION) + HEAD
-
-
 @pytest.mark.parametrize("kind", [GPTConfig, FastConfig])
 @pytest.mark.parametrize(
     "changes", [{}, dict(flash=False), dict(loss_chunk="7"), dict(dropout=0.1, bias=True)]
 )
 def test_counts_the_same_flops_however_the_model_is_computed(kind, changes):
-    """Ignore plain attention, a chunked loss, dropout and biases."""
+    """
+    Count 6 N + 12 L H Q T per token, as the PaLM paper does in appendix B, without embeddings and
+    norms in N.
+    """
     sizes = dict(n_layer=2, n_head=3, n_embd=96, block_size=40, vocab_size=100)
     config = kind(**dict(bias=False, tie_weights=False) | sizes | changes)
     n = 100 * 96 + 2 * 12 * 96**2
@@ -119,46 +107,34 @@ def test_each_iteration_and_rank_of_a_seed_draws_random_numbers_of_its_own(monke
     assert len({*seeds}) == len(seeds) == len(rows)
 
 
-# get_arch_list() of PyPI's torch 2.13.0
-WHEEL = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
-
-
 MEASURED = 0.125  # TFLOP/s of a matmul on such a machine
 # no GPU, an unknown CPU, and a torch that was built for CUDA
 MACHINE = dict(system=sys.platform, release="6.8.0-generic", cpu="", amx=False, avx512_bf16=False)
 MACHINE |= dict(gpu="", sm_count=1, capability=(8, 9), count=1, mps=False)
-MACHINE |= dict(cuda="13.0", hip=None, arches=WHEEL, variables=None)
+MACHINE |= dict(cuda="13.0")
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """
     Return machine(), which imitates the machine that its keywords describe, and returns a list that
-    collects the memory limits set on its GPUs, as fractions. Without `gpu` torch sees none. A user
-    who sets `variables` sets no others.
+    collects the memory limits set on its GPUs, as fractions. Without `gpu` torch sees none.
     """
     read_text = Path.read_text
 
     def make(**described) -> list[float]:
         assert described.keys() <= MACHINE.keys()
         here, limits = SimpleNamespace(**MACHINE | described), []
-
-        def limit(share, device) -> None:
-            if not isinstance(share, float):  # torch's own words
-                raise TypeError("Invalid type for fraction argument, must be `float`")
-            assert 0 <= share <= 1 and isinstance(device, torch.device)
-            limits.append(share)
-
-        properties = dict(multi_processor_count=here.sm_count)
         answers = {
             (torch.cuda, "is_available"): bool(here.gpu),
             (torch.cuda, "device_count"): here.count if here.gpu else 0,
             (torch.cuda, "set_device"): None,
             (torch.cuda, "get_device_name"): here.gpu,
-            (torch.cuda, "get_device_properties"): SimpleNamespace(**properties),
+            (torch.cuda, "get_device_properties"): SimpleNamespace(
+                multi_processor_count=here.sm_count
+            ),
             (torch.cuda, "get_device_capability"): here.capability,
             (torch.cuda, "mem_get_info"): (6 * 10**9, 8 * 10**9),
-            (torch.cuda, "get_arch_list"): here.arches.split(),
             (torch.backends.mps, "is_available"): here.mps,
             (torch.cpu, "_is_amx_tile_supported"): here.amx,
             (torch.cpu, "_is_avx512_bf16_supported"): here.avx512_bf16,
@@ -168,20 +144,19 @@ def machine(monkeypatch):
         for (module, name), answer in answers.items():
             monkeypatch.setattr(module, name, lambda *_, answer=answer: answer)
         model = f"model name\t: {here.cpu}\n" if here.cpu else ""
-        files = {Path("/proc/cpuinfo"): f"processor : 0\n{model}"}
 
         def read(path, *words, **keys) -> str:
-            return files[path] if path in files else read_text(path, *words, **keys)
+            is_cpu = path == Path("/proc/cpuinfo")
+            return f"processor : 0\n{model}" if is_cpu else read_text(path, *words, **keys)
 
         monkeypatch.setattr(Path, "read_text", read)
         monkeypatch.setattr(hardware, "measure_matmul", lambda *_: MEASURED)
-        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+        monkeypatch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda share, _: limits.append(share)
+        )
         monkeypatch.setattr(torch.version, "cuda", here.cuda)
-        monkeypatch.setattr(torch.version, "hip", here.hip)
+        monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(sys, "platform", here.system)
-        if here.variables is not None:
-            monkeypatch.setattr(os, "environ", dict(HOME="/home/user", OMP_NUM_THREADS="1"))
-            os.environ.update(here.variables)
         return limits
 
     return make
@@ -205,11 +180,8 @@ CHOSEN = [  # a machine, keys -> device, dtype, peak; the key is resolved before
     (T4, {}, "cuda", FP16, 65),
     # a ROCm build calls itself cuda
     (dict(gpu="AMD Instinct MI300X", sm_count=304, capability=(9, 4)), {}, "cuda", BF16, 1307.4),
-    # a GB10 (12.1) runs the wheel's code for 12.0
-    (dict(gpu="a card", capability=(12, 1)), {}, "cuda", BF16, None),
+    (dict(gpu="a card"), {}, "cuda", BF16, None),
     (dict(mps=True), {}, "mps", FP32, None),
-    (dict(mps=True), dict(device="mps"), "mps", FP32, None),
-    (dict(mps=True), dict(device="cpu"), "cpu", FP32, None),
     # In results/rows.json bfloat16 took 0.4 of float32's time on an EPYC, and 1.4 on a Xeon
     # without AMX.
     (XEON | dict(amx=True), {}, "cpu", BF16, None),
@@ -247,7 +219,6 @@ REFUSED = [  # a machine, keys -> words of the error
     (dict(), dict(device="mps"), "--device=cpu"),
     (dict(), dict(device="cuda"), "nvidia-smi"),
     (dict(system="linux", cuda=None), dict(device="cuda"), CUDA_BUILD),
-    (dict(system="win32", cuda=None), dict(device="cuda"), CUDA_BUILD),  # as PyPI's torch there
     (dict(system="darwin", cuda=None), dict(device="cuda"), "nvidia-smi"),
 ]
 
@@ -258,9 +229,7 @@ def test_refuses_a_device_that_cannot_train_and_names_the_fix(here, keys, words,
     with pytest.raises(UserError) as refusal:
         hardware.choose_device(Config(**keys))
     (problem,) = refusal.value.args
-    assert all(word in problem for word in words.split("; "))
-    if words == CUDA_BUILD:  # alone on the last line, so that it can be copied
-        assert problem.splitlines()[-1].strip() == hardware.CUDA_BUILD
+    assert words in problem
 
 
 @pytest.mark.parametrize("local_rank, gpus, number", [("1", 2, 1), ("3", 1, 0)])
@@ -334,11 +303,6 @@ def test_recognises_out_of_memory_in_many_errors():
 # Systems
 
 
-def set_environment() -> None:
-    """Set the variables as environment.py does on its first import."""
-    runpy.run_path(environment.__file__)
-
-
 SEGMENTS = dict(PYTORCH_ALLOC_CONF="expandable_segments:True")
 SWITCH = dict(TORCHINDUCTOR_MIX_ORDER_REDUCTION="0")
 WSL = "5.15.0-microsoft-standard-WSL2"
@@ -356,10 +320,11 @@ ADDED = [
 
 @pytest.mark.parametrize("given, release, added", ADDED)
 def test_sets_the_allocators_and_the_compilers_variables_unless_the_user_has(
-    given, release, added, machine
+    given, release, added, machine, monkeypatch
 ):
-    machine(system="linux", release=release, variables=given)
-    set_environment()
+    machine(system="linux", release=release)
+    monkeypatch.setattr(os, "environ", dict(given))
+    runpy.run_path(environment.__file__)
     names = {*SEGMENTS, *SWITCH, "PYTORCH_CUDA_ALLOC_CONF"}
     assert {name: os.environ[name] for name in names & os.environ.keys()} == given | added
 
@@ -380,8 +345,6 @@ def test_limits_torch_to_free_memory_where_the_driver_would_spill(system, releas
 
 # threads that run, CPUs, CPUs to a core, the user's variables; the spins before a thread sleeps
 WAITS = [
-    (1, 2, 1, {}, "10000"),  # this program alone
-    (2, 2, 1, {}, "0"),  # another program keeps one CPU busy
     (9, 16, 2, {}, "10000"),  # 8 threads on 8 cores, and 8 other programs find a place
     (10, 16, 2, {}, "0"),
     (4, 2, 1, dict(GOMP_SPINCOUNT="77"), "77"),
@@ -405,5 +368,5 @@ def test_threads_do_not_spin_on_cores_that_other_programs_need(
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     monkeypatch.setattr(Path, "glob", lambda *_: [Path(f"cpu{n}/siblings") for n in range(cpus)])
     monkeypatch.setattr(Path, "read_text", read_text)
-    set_environment()
+    runpy.run_path(environment.__file__)
     assert os.environ.get("GOMP_SPINCOUNT") == spins

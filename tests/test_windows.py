@@ -3,6 +3,7 @@ Check what the program does on Windows alone, one function at a time, with Windo
 errors in the place of Linux's. CI runs all tests on Windows.
 """
 
+import contextlib
 import errno
 import signal
 import sys
@@ -43,11 +44,8 @@ def test_waits_for_a_virus_scanner_before_it_replaces_a_file(
         replace(old, new)
 
     monkeypatch.setattr(files.os, "replace", busy)
-    try:
-        with files.replacing(path) as file:
-            file.write(b"new")
-    except PermissionError:
-        pass
+    with contextlib.suppress(PermissionError), files.replacing(path) as file:
+        file.write(b"new")
     assert path.read_bytes() == (b"new" if is_replaced else b"old")
     assert [*tmp_path.iterdir()] == [path]
 
