@@ -2,9 +2,7 @@
 #
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
 # averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
-# Estimated, not measured (docs/status.md): 7.8 hours with evaluations and checkpoints on an RTX
-# 4070. Iterations alone take 7.5 (7.2 to 7.5) hours, by
-# python bench.py plan config/fast.py --gpu=4070
+# Its hours and memory on a GPU: python bench.py plan config/fast.py --gpu=4070
 # If those runs' tokens are missing, train.py downloads them (docs/fast_recipe.md).
 out_dir = "out/fast"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own

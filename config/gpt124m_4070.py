@@ -1,7 +1,6 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens. GPUs before the RTX 30 series need
 # dtype = "float16".
-# Estimated, not measured (docs/status.md): 49.5 hours (48.1 to 49.5) for 10B tokens, by
-# python bench.py plan config/gpt124m_4070.py --gpu=4070
+# Its hours and memory on a GPU: python bench.py plan config/gpt124m_4070.py --gpu=4070
 # A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
@@ -9,7 +8,7 @@ out_dir = "out/gpt124m"
 # train.py downloads; docs/training.md has the other flags
 dataset = "fineweb_edu"
 
-batch_size = 8  # estimated: 5.8 GiB; nobody has measured that 16, with 8.3 GiB, is faster
+batch_size = 8  # 16 would fit too, but nobody has measured that it is faster
 block_size = 1024
 gradient_accumulation_steps = 64
 # 524,288, as in GPT-3. With a flag such as --batch_size=16 it stays the same, in 32 micro-batches
@@ -27,8 +26,8 @@ min_lr = 6e-5
 warmup_iters = 715  # 375M tokens, as in GPT-3
 max_iters = 19073  # 10.0B tokens, one epoch of sample-10BT
 
-eval_interval = 500  # every 78 minutes
-eval_tokens = 2097152  # takes 19 seconds (estimated), 0.4% of the time between evaluations
+eval_interval = 500
+eval_tokens = 2097152
 log_interval = 10
 sample_tokens = 100
 

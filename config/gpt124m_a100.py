@@ -1,12 +1,11 @@
 # GPT-2 124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour.
-# Estimated, not measured (docs/status.md): 11.6 hours (10.3 to 13.3) for 10B tokens, by
-# python bench.py plan config/gpt124m_a100.py --gpu=a100
+# Its hours and memory on a GPU: python bench.py plan config/gpt124m_a100.py --gpu=a100
 out_dir = "out/gpt124m"
 # Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here, which
 # train.py downloads; docs/training.md has the other flags
 dataset = "fineweb_edu"
 
-batch_size = 32  # estimated: 13.2 GiB
+batch_size = 32
 block_size = 1024
 gradient_accumulation_steps = 16
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size  # 524,288, as in GPT-3
@@ -16,7 +15,7 @@ warmup_iters = 715
 # 10.0B tokens, one epoch of sample-10BT; config/gpt124m_4070.py explains the learning rates
 max_iters = 19073
 
-eval_interval = 1000  # every 37 minutes
+eval_interval = 1000
 eval_tokens = 2097152
 log_interval = 10
 sample_tokens = 100

@@ -1,12 +1,11 @@
 # A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens.
-# Estimated, not measured (docs/status.md): 21.7 hours (17.7 to 24.1) for 10.5B tokens, by
-# python bench.py plan config/gpt40m_4070.py --gpu=4070
+# Its hours and memory on a GPU: python bench.py plan config/gpt40m_4070.py --gpu=4070
 # A published nanoGPT run of this size took 3.91 s per iteration on this card, 21.7 hours in all
 # (results/public_runs).
 out_dir = "out/gpt40m"
 dataset = "fineweb_edu"
 
-batch_size = 16  # estimated: 4.4 GiB
+batch_size = 16
 block_size = 1024
 gradient_accumulation_steps = 32
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size  # 524,288, as in gpt124m

@@ -3,6 +3,7 @@ Check README, docs/ and results/: links lead somewhere, commands parse, the file
 they name exist.
 """
 
+import ast
 import itertools
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import doc_pages
 import pytest
 from doc_pages import GUIDES, PAGES, page_name, read
-from program import ROOT
+from program import FOLDERS, ROOT
 
 from configurator import load_config
 
@@ -66,3 +67,32 @@ def test_every_project_file_that_a_page_names_with_its_folder_exists(page):
     folder = r"(?<![\w/])(?:common|dev|machine|results|run|tests|docs)/"
     named = {*re.findall(rf"{folder}[\w/]+\.(?:py|md|csv|json|png)\b", read(page))}
     assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def strings(node: ast.AST) -> list[str]:
+    """Return the strings in a program without its docstrings, with ... for an f-string's values."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+        return ["".join(parts)]
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    children = [child for child in ast.iter_child_nodes(node) if not is_docstring(child)]
+    return [text for child in children for text in strings(child)]
+
+
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def test_troubleshooting_quotes_messages_that_the_program_prints():
+    """Other programs' messages have the program's name before them."""
+    page = read(ROOT / "docs/troubleshooting.md")
+    tables = re.findall(r"^\| message \|.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    cells = re.findall(r"^\| (`.*?) \| ", "".join(tables), re.MULTILINE)
+    quoted = [message for cell in cells for message in re.findall("`(.*?)`", cell)]
+    paths = [path for name in FOLDERS for path in (ROOT / name).glob("*.py")]
+    printed = [text for path in paths for text in strings(ast.parse(read(path)))]
+    assert len(quoted) >= 3
+    for message in quoted:
+        said = message.removeprefix("error: ")
+        assert any(said in text for text in printed), message

@@ -43,6 +43,7 @@ COLUMNS = {
     "hours": hours_with_range,
     "to the end": total_or_range,
     "memory": lambda p: [p["vram_gib"]],
+    "parameters": lambda p: [p["params"] / 1e6],
 }
 CONFIG = re.compile(r"(?<=[`/])(fast|gpt\d+m_\w+)\b(?:\.py)?((?: --\w+=\w+)*)")
 
