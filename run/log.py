@@ -150,8 +150,8 @@ class Log:
         Print the log line of iteration `it`, and write its record. time, tok/s and mfu are means
         over the iterations since the previous line: they include waits for data, but no evaluations
         and saves. `group` is the optimizer's first: its rate, and how much of the run is done.
-        `numbers` are train_step's other numbers; those of an experiment end the line. To fit 120
-        columns, it leaves out the gradient norm, the epoch and the hours; the record has them.
+        `numbers` are train_step's other numbers; those of an experiment end the line. The gradient
+        norm, the epoch and the hours are in the record alone.
         """
         tokens = self.config.tokens_between(0, it)  # before this iteration
         seconds, rate, mfu = self.speed(self.last, it + 1)

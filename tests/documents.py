@@ -40,11 +40,11 @@ def documents(count: int, seed: int = 0) -> list[str | None]:
     return made
 
 
-def write_parquet(path: Path, texts: list, column: str = "text", rows: int = 100) -> Path:
-    """Write these texts to a parquet file, in row groups of so many rows."""
+def write_parquet(path: Path, texts: list, column: str = "text") -> Path:
+    """Write these texts to a parquet file, in row groups of 100 rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"id": list(range(len(texts))), column: texts})
-    pq.write_table(table, path, row_group_size=rows)
+    pq.write_table(table, path, row_group_size=100)
     return path
 
 

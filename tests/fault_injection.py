@@ -1,16 +1,13 @@
 """
-Inject faults: fill a disk, act before each call that changes one, or start train.py in its own
-process with lines of Python that run after each update. In the test's own process, use
-program.InProcessRun instead.
+Inject faults: fill a disk, or start train.py in its own process with lines of Python that run after
+each update. In the test's own process, use program.InProcessRun instead.
 """
 
 import contextlib
-import io
 import os
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
+from string import Template
 
 from program import ROOT
 
@@ -37,44 +34,6 @@ def free(disk: Path, size: int | None = None) -> None:
         os.truncate(filler, 0 if size is None else filler.stat().st_size - size)
 
 
-@contextlib.contextmanager
-def before_disk_calls(action: Callable[[], None]):
-    """
-    Call action() before each open() for writing, before the data of such a file is handed to the
-    system, and before each fsync, replace, rename, unlink and mkdir of the os module.
-    """
-    real_open = io.open
-
-    class File(io.FileIO):
-        def write(self, data):
-            action()
-            return super().write(data)
-
-    def opening(file, mode="r", *arguments, **named):
-        if not set(mode) & set("wax+"):
-            return real_open(file, mode, *arguments, **named)
-        assert "b" in mode, "a run writes text as bytes"
-        action()
-        raw = File(file, mode.replace("b", ""))
-        return io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-
-    def wrapped(name):
-        function = getattr(os, name)
-
-        def call(*arguments, **named):
-            action()
-            return function(*arguments, **named)
-
-        return mock.patch.object(os, name, call)
-
-    with contextlib.ExitStack() as patches:
-        for name in ("fsync", "replace", "rename", "unlink", "mkdir"):
-            patches.enter_context(wrapped(name))
-        patches.enter_context(mock.patch("builtins.open", opening))
-        patches.enter_context(mock.patch("io.open", opening))
-        yield
-
-
 # -----------------------------------------------------------------------------
 # In a process of its own
 
@@ -91,12 +50,12 @@ def updated(optimizer, *_):
     if optimizer.param_groups[0]["params"][0].is_meta:
         return  # this optimizer is built only to count its memory
     n += 1
-ACTION
+$action
 
 register_optimizer_step_post_hook(updated)
-BEFORE
+$before
 sys.argv[0] = "train.py"
-runpy.run_path("ROOT/train.py", run_name="__main__")
+runpy.run_path("$program/train.py", run_name="__main__")
 """
 
 
@@ -105,5 +64,6 @@ def watched(action: str = "", before: str = "") -> list[str]:
     Return arguments for start() or start_ranks() that run `before`, then train.py, with `action`
     after each update. Both are lines of Python; in `action`, n is the number of updates so far.
     """
-    text = WATCHED.replace("ACTION", textwrap.indent(textwrap.dedent(action), "    "))
-    return ["-c", text.replace("BEFORE", textwrap.dedent(before)).replace("ROOT", str(ROOT))]
+    lines = textwrap.indent(textwrap.dedent(action), "    ")
+    text = Template(WATCHED)
+    return ["-c", text.substitute(action=lines, before=textwrap.dedent(before), program=ROOT)]

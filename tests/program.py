@@ -1,10 +1,9 @@
 """
 Start the program's scripts in tests, and read what a run leaves behind.
 
-All of this works from outside, by command lines, exit codes and files. Except with changed(), it
-needs no name from inside the program, so the program can be rewritten while the tests stay. Faults
-come from outside too: signals, damaged bytes, a disk that is really full, or patched functions of
-the standard library and torch.
+All of this works from outside, by command lines, exit codes and files, so the program can be
+rewritten while the tests stay. Faults come from outside too: signals, damaged bytes, a disk that is
+really full, or patched functions of the standard library and torch (fault_injection.py).
 
     run("train.py", *flags(...))     in this process: some 50 ms for a tiny run
     train(...)                       the same, and checks that it succeeds
@@ -15,6 +14,15 @@ the standard library and torch.
     start(..., cold=True)            a fresh Python: some 3 s
     train_ranks(2, ...)              processes that train together, as torchrun would start them
     changed(folder, {...})           a copy of the program with some functions replaced
+
+A test begins with fixtures of conftest.py. `tiny` has the keys of a small run: TINY_RUN, and what
+the module of the test changes in its own TINY. `ran` is the Run in its folder, `straight` the
+folder of a run with these keys that nothing has interrupted, and `tokens` their dataset:
+
+    def test_a_stopped_run_ends_like_one_that_was_not_stopped(tiny, ran, straight):
+        stopped(5, **tiny)
+        train(**tiny)
+        assert_same_run(straight, ran.out_dir, 12)
 """
 
 import collections
@@ -230,7 +238,7 @@ def assert_same_run(left, right, iter_num: int, log_has_gaps: bool = False) -> N
     left, right = Run(left), Run(right)
     a, b = left.state(iter_num), right.state(iter_num)
     assert same(a["optimizer"]["state"], b["optimizer"]["state"])
-    # The rest of the optimizer follows from the keys, which may differ. The seconds do.
+    # The rest of the optimizer follows from the keys, which may differ. The ledger counts seconds.
     for name in (a.keys() | b.keys()) - {"optimizer", "config", "model_config", "ledger"}:
         assert same(a[name], b[name]), name
     for kind, names in (("step", STEP), ("eval", EVAL)):
@@ -424,7 +432,9 @@ def wait_for_line(process, beginning: str) -> None:
         has_ended = process.poll() is not None
 
 
-def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: str) -> list:
+def start_ranks(
+    n: int, *arguments: str, script=("train.py",), cwd: Path = ROOT, **environment: str
+) -> list:
     """
     Start train.py, or `script`, as n ranks on this machine, with the environment variables by which
     torchrun lets ranks find one another.
@@ -435,7 +445,7 @@ def start_ranks(n: int, *arguments: str, script=("train.py",), **environment: st
     shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     shared |= dict(WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n)) | environment
     return [
-        start(*script, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+        start(*script, *arguments, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(n)
     ]
 
@@ -458,12 +468,13 @@ def finish_ranks(processes: list, timeout: float = 120) -> list[Result]:
             process.kill()
 
 
-def train_ranks(n: int, *, codes: Sequence[int | None] = (), cwd: Path = ROOT, **keys):
+def train_ranks(
+    n: int, *, codes: Sequence[int | None] = (), script=("train.py",), cwd: Path = ROOT, **keys
+) -> list[Result]:
     """
     Train with n ranks and return their results, after checking that their exit codes are these, or
     all 0. None: any but 0, for a rank that may be ended before it notices that another one has.
     """
-    script = keys.pop("script", ["train.py"])
     processes = start_ranks(n, *flags(**keys), script=script, cwd=cwd)
     results = finish_ranks(processes, timeout=300)  # compiling may take minutes
     for result, code in zip(results, codes or [0] * n, strict=True):

@@ -139,7 +139,7 @@ def test_each_row_is_the_config_with_its_flags_and_has_no_speed_if_its_run_fails
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [{}, FAST], ids=["gpt2", "fast"])
-def test_ladder_shows_every_row_with_its_gain_and_the_product_of_gains(recipe, children):
+def test_ladder_shows_its_rows_with_their_gains_and_the_product_of_gains(recipe, children):
     rows, out = bench("ladder", **TINY, **recipe)
     names = ["float32", *LADDER]
     assert [row["name"] for row in rows] == (names[:-1] if recipe else names)

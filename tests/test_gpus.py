@@ -116,7 +116,7 @@ def test_a_set_batch_size_is_taken_and_otherwise_as_many_sequences_as_fit(
     assert said.count(f"batch_size: {taken}, ") == (taken < asked.batch_size)
 
 
-def test_a_model_that_is_not_built_without_data_gets_nanogpts_batch(capsys, monkeypatch):
+def test_a_model_of_unknown_memory_gets_nanogpts_batch(capsys, monkeypatch):
     """Its memory is not known, so a run that sets no batch_size starts with a warning."""
     monkeypatch.setattr(FastGPT, "__init__", lambda *_: torch.empty(1, device="meta").item())
     c = load_config([f"{ROOT}/config/fast.py", "--tokens_per_iter=491520"])

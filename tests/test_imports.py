@@ -74,7 +74,7 @@ finally:
 """
 
 
-def test_every_script_prints_its_help_and_loads_all_it_needs_and_nothing_else():
+def test_every_script_prints_its_help_without_the_slow_imports():
     """
     Start each script where at most torch has been imported. Most tests fork a process that has
     already imported this project, which would hide a missing import.

@@ -88,7 +88,7 @@ def test_a_matrix_whose_first_gradient_is_zero_stays_finite():
 
 
 @pytest.mark.parametrize("kind, rate", [(GPTConfig, 0.004), (FastConfig, 0.7)])
-def test_a_token_embedding_moves_at_the_rate_that_suits_its_first_size(kind, rate):
+def test_a_token_embedding_moves_at_the_rate_that_suits_its_initial_spread(kind, rate):
     """GPT-2's starts with a standard deviation of 0.02, the fast model's with 1."""
     model = build_model(kind(**SIZES, tie_weights=False))
     weight = model.transformer.wte.weight

@@ -53,11 +53,11 @@ def test_every_command_on_a_page_has_scripts_configs_and_flags_that_exist(page):
         flags = [word for word in words if word.startswith("--")]
         unknown = {flag[2:].partition("=")[0] for flag in flags} - doc_pages.flags_of(command)
         assert not unknown, command
-        configs = {word for word in words if word.startswith("config/")} - {*made}
+        configs = [w for w in words if w.startswith("config/") and w not in made]
         assert all((ROOT / config).is_file() for config in configs), command
         if script == "train.py" and flags != ["--help"] and page.name != "hacking.md":
             # own_text.py looks at a text, which is not here
-            files = [str(ROOT / config) for config in configs - {"config/own_text.py"}]
+            files = [str(ROOT / config) for config in configs if config != "config/own_text.py"]
             load_config([*files, *flags])
 
 

@@ -214,7 +214,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-ROWS = "--dataset=org/name --tokenizer=byte --val_fraction=0.2 --shard_tokens=1k --tokens=2k"
+ROWS = "--dataset=org/name --val_fraction=0.2 --shard_tokens=1k --tokens=2k"
 
 
 @needs_signals
@@ -222,9 +222,9 @@ ROWS = "--dataset=org/name --tokenizer=byte --val_fraction=0.2 --shard_tokens=1k
     "script, line, before, moments",
     [
         (TEXT, "book.txt rows.jsonl --tokenizer=byte", "", (2, 4)),
-        (FINEWEB, ROWS, "", (1, 2, 3, 2)),
+        (FINEWEB, f"{ROWS} --tokenizer=byte", "", (1, 2, 3, 2)),
         # the last shard, which is short, is there already, but the folder is not yet complete
-        (FINEWEB, ROWS, "--tokens=1500", (7,)),
+        (FINEWEB, f"{ROWS} --tokenizer=byte", "--tokens=1500", (7,)),
         slow((FINEWEB, f"{ROWS} --tokenizer=bpe:300", "", (1, 2))),
     ],
 )

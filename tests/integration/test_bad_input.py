@@ -80,12 +80,18 @@ RESUME = "--init_from=resume --out_dir=run --max_iters=3"
 FIXED = [
     (
         f"train.py tiny.py --init_from=run {SIZES}",
-        *("n_layer:", "n_head:", "n_embd:", "block_size:"),
+        "n_layer:",
+        "n_head:",
+        "n_embd:",
+        "block_size:",
         "bias: --n_layer=2 --n_head=2 --n_embd=32 --bias=False --block_size=16 --init_from",
     ),
     (
         f"train.py tiny.py {RESUME} {OF_A_RUN}",
-        *("seed:", "block_size:", "pad_vocab_multiple:", "optimizer:"),
+        "seed:",
+        "block_size:",
+        "pad_vocab_multiple:",
+        "optimizer:",
         "tokens_per_iter: --block_size=16 --pad_vocab_multiple=128 --optimizer=adamw --seed=1337",
     ),
     ("train.py tiny.py --init_from=run --model=fast", "model: --model=gpt2"),

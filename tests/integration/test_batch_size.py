@@ -54,7 +54,7 @@ def test_a_start_on_a_small_machine_changes_nothing_for_later_starts(config, key
     assert "resume: max_iters = 4 (was 2)" in again.out and "resume: batch_size" not in again.out
 
 
-# what a command sets, its processes; sequences and micro-batches, or the problem
+# what a command sets, its processes, and the problem, or the micro-batch and how many there are
 RESUMED = [
     ("", 1, (12, 40)),
     ("--batch_size=7", 1, (6, 80)),

@@ -7,17 +7,20 @@ A full disk is a real tmpfs. Other faults are injected at calls of torch and of 
 InProcessRun, fault_injection.py and mocks.
 """
 
+import contextlib
 import errno
+import io
 import os
 import re
 import shutil
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from fault_injection import before_disk_calls, fill, free, watched
+from fault_injection import fill, free, watched
 from program import (
     ROOT,
     InProcessRun,
@@ -78,7 +81,7 @@ def best_logged(ran: Run) -> int:
 def test_a_save_on_a_full_disk_ends_the_run_and_the_same_command_continues_it(
     it, keys, tiny, ran, on_disk, tmp_path
 ):
-    """Let the disk be full in the middle of the save at this iteration."""
+    """Fill the disk in the middle of the save at this iteration."""
     disk, trainer = on_disk(), InProcessRun()
     tiny |= dict(max_iters=12, keep_checkpoints=9) | keys  # so that no older file makes room
     train(**tiny | dict(out_dir=tmp_path / "straight"))
@@ -114,6 +117,44 @@ def test_a_resumed_run_fits_in_the_disk_space_that_the_docs_name(tiny, ran, on_d
 
 # -----------------------------------------------------------------------------
 # Death at any moment
+
+
+@contextlib.contextmanager
+def before_disk_calls(action: Callable[[], None]):
+    """
+    Call action() before each open() for writing, before the data of such a file is handed to the
+    system, and before each fsync, replace, rename, unlink and mkdir of the os module.
+    """
+    real_open = io.open
+
+    class File(io.FileIO):
+        def write(self, data):
+            action()
+            return super().write(data)
+
+    def opening(file, mode="r", *arguments, **named):
+        if not set(mode) & set("wax+"):
+            return real_open(file, mode, *arguments, **named)
+        assert "b" in mode, "a run writes text as bytes"
+        action()
+        raw = File(file, mode.replace("b", ""))
+        return io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+
+    def wrapped(name):
+        function = getattr(os, name)
+
+        def call(*arguments, **named):
+            action()
+            return function(*arguments, **named)
+
+        return mock.patch.object(os, name, call)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("fsync", "replace", "rename", "unlink", "mkdir"):
+            patches.enter_context(wrapped(name))
+        patches.enter_context(mock.patch("builtins.open", opening))
+        patches.enter_context(mock.patch("io.open", opening))
+        yield
 
 
 def folders_before_disk_calls(copies: Path, **keys) -> list[Path]:
@@ -277,7 +318,7 @@ def test_a_run_locks_its_folder_before_it_reads_a_checkpoint(tiny, monkeypatch):
 
 
 def test_a_new_run_does_not_delete_a_users_files_in_its_folder(tiny, ran):
-    """Keep each file under its own or another name, or refuse the folder."""
+    """Keep each file under its own or another name."""
     ran.out_dir.mkdir()
     for name in (
         "log.txt",

@@ -290,8 +290,8 @@ def block(words: str) -> dict[str, str]:
     return {file: code for file, code in BLOCKS if words in code}
 
 
-def keys_of(kind: str, *lines: str) -> str:
-    """Return code that adds keys to a class of keys."""
+def members_of(kind: str, *lines: str) -> str:
+    """Return code that adds keys or a method to a class."""
     return "\n    ".join([f"class {kind}:", *lines, "\n"])
 
 
@@ -304,12 +304,12 @@ def below(line: str, code: str, file: str = "train.py") -> tuple[str, str, str]:
 
 
 DATA = "    data = open_data(c)  # may download the tokens first\n"
-SECOND_KEY = keys_of("LaunchKeys", 'second: Location = ""')
+SECOND_KEY = members_of("LaunchKeys", 'second: Location = ""')
 TEACHER = block("teacher: Any")
-TEACHER["configurator.py"] = keys_of("LaunchKeys", 'teacher: Location = ""')
+TEACHER["configurator.py"] = members_of("LaunchKeys", 'teacher: Location = ""')
 TWO_SETS = block("class TwoDatasets:")
-TWO_SETS["configurator.py"] = SECOND_KEY + keys_of("RunKeys", "first_iters: Positive = 1000")
-DOUBLING = keys_of(  # at iteration 4
+TWO_SETS["configurator.py"] = SECOND_KEY + members_of("RunKeys", "first_iters: Positive = 1000")
+DOUBLING = members_of(  # at iteration 4
     "Config", "def tokens_between(self, first, last):", f"    {DOUBLED.replace('1000', '4')}"
 )
 Z = 1e-4
@@ -323,8 +323,8 @@ def documented(tokens, tmp_path_factory) -> tuple[Path, dict[str, Result]]:
     """Run one program with the page's z-loss, second validation set and number of its own."""
     program = tmp_path_factory.mktemp("documented") / "program"
     files = block("def choices(")
-    files["model.py"] = Z_LOSS + keys_of("GPTConfig", Z_KEY)
-    files["configurator.py"] = SECOND_KEY + keys_of("TrainingKeys", Z_KEY)
+    files["model.py"] = Z_LOSS + members_of("GPTConfig", Z_KEY)
+    files["configurator.py"] = SECOND_KEY + members_of("TrainingKeys", Z_KEY)
     record = "            log.report_eval(it, measured, complete)\n"
     changed(program, files, [below(DATA, SECOND), above(record, NUMBER)])
     other = write_tokens(program / "other", [700], [300], vocab=77)
@@ -418,7 +418,7 @@ def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
     write_tokens(program / "data/other", [900], [300])
     keys = dict(dataset="tokens", **keys)
     wrong = [training(**keys | {key: other}, out_dir="halves") for key, other in others.items()]
-    run, *refusals = resumed(program, *wrong, **keys)
+    whole_run, *refusals = resumed(program, *wrong, **keys)
     for result in refusals:
         refused(result, "dataset: ")
     train_ranks(2, cwd=program, **TINY | keys, out_dir="ranks")
@@ -433,7 +433,7 @@ def test_a_documented_change_trains_resumes_exactly_and_refuses_other_data(
     if name == "a batch that doubles":
         total = 4 * 128 + 4 * 256
         assert one.column("end", "tokens")[-1] == total
-        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in run.out
+        assert f"\nrun: 8 iterations, {total / 1000:.2f}k tokens, " in whole_run.out
 
 
 DIFFUSION = block("masked / share")

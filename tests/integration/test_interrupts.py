@@ -63,7 +63,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_run(kind, tiny, ran, 
 
 
 def send_two(first: int, second: int, apart: float) -> Callable[[], None]:
-    """Return a function that sends this process two signals, so many seconds apart."""
+    """Return a function that sends this process two signals, with so many seconds between them."""
 
     def send() -> None:
         signal.raise_signal(first)

@@ -116,6 +116,13 @@ def test_a_hub_model_is_evaluated_fine_tuned_and_exported(tmp_path, monkeypatch)
     val = np.fromfile(next(Path("data/my").glob("val_*.bin")), "<u2")[512:]
     before = loss_by_transformers(Path("hub"), val)
     assert evaluation_in(train(**keys, eval_only=True).out) == pytest.approx(before, abs=1e-4)
+    greedy = ("--start=the cat", "--num_samples=1", "--max_new_tokens=5", "--temperature=0")
+    text = run("sample.py", "--init_from=hub", "--device=cpu", *greedy).out
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained("hub").eval()
+    prompt = torch.tensor([own_bpe().encode("the cat").ids])
+    ids = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    assert own_bpe().decode(ids.tolist()) in text
     train(**keys)
     assert Run("tuned").evals("val_loss")[-1] < before - 0.5
     assert run("convert.py", "tuned", "tuned-hf").code == 0

@@ -4,10 +4,22 @@ import json
 import math
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from program import ROOT, Run, run
+from program import ROOT, Run, finish, run, start
+
+OFFLINE = """
+import socket
+
+def connect(self, address):
+    if self.family != socket.AF_UNIX:
+        open("network_was_asked", "a").write(f"{address}\\n")
+        raise OSError(101, "Network is unreachable")
+    return original(self, address)
+
+original = socket.socket.connect
+socket.socket.connect = connect
+"""
 
 
 def told(*command: str) -> str:
@@ -19,12 +31,17 @@ def told(*command: str) -> str:
 def test_the_quickstart_trains_samples_compares_plans_and_exports_without_a_network(
     tmp_path, monkeypatch
 ):
-    network = mock.Mock(side_effect=OSError)
-    monkeypatch.setattr("socket.socket.connect", network)
+    """Train in a fresh Python, as a user does, and run the other commands in this one."""
     monkeypatch.chdir(tmp_path)
+    Path("site").mkdir()
+    Path("site/sitecustomize.py").write_text(OFFLINE)
     shutil.copytree(ROOT / "config", "config")
     shorter = ("--max_iters=5", "--eval_interval=5", "--eval_tokens=2048", "--sample_tokens=20")
-    assert "sample 5:" in told("train.py", "config/quickstart.py", *shorter, "--batch_size=4")
+    command = (str(ROOT / "train.py"), "config/quickstart.py", *shorter, "--batch_size=4")
+    fresh = dict(cwd=tmp_path, cold=True, PYTHONPATH=str(tmp_path / "site"))
+    result = finish(start(*command, **fresh), timeout=300)
+    assert result.code == 0 and "sample 5:" in result.out, result.err
+    assert not Path("network_was_asked").exists()
     losses = Run("out/quickstart").evals("val_loss")
     assert losses[0] == pytest.approx(math.log(256), abs=1e-4)  # docs/training.md
     assert losses[1] < losses[0] - 0.5
@@ -38,4 +55,3 @@ def test_the_quickstart_trains_samples_compares_plans_and_exports_without_a_netw
     assert f"{300 * 16 * 128:,}" in plan
     told("convert.py", "out/quickstart", "hf")
     assert Path("hf/model.safetensors").exists() and Path("out/quickstart/loss.png").exists()
-    assert not network.called

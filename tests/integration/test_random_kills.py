@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from cases import slow_but
 from fault_injection import free, watched
 from program import Run, assert_same_run, finish, flags, start, train
 
@@ -46,8 +47,7 @@ def damage(path: Path, chance: random.Random) -> str:
     return f"{how} {path.name} at {place}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", slow_but(0, of=range(100)))
 def test_a_run_interrupted_at_random_ends_like_an_uninterrupted_one(
     seed, tiny, ran, straight, make_disk
 ):

@@ -7,7 +7,6 @@ in which torchrun itself starts, stops and restarts ranks use the real torchrun,
 """
 
 import shutil
-import signal
 from pathlib import Path
 
 import psutil
@@ -18,11 +17,9 @@ from program import (
     ROOT,
     Run,
     finish,
-    finish_ranks,
     flags,
     lines,
     start,
-    start_ranks,
     train,
     train_ranks,
     wait_for_line,
@@ -98,9 +95,8 @@ def test_compiled_ranks_train_like_one_eager_process(tiny, ran, straight):
 
 def refused_on_two_ranks(folder: Path, before: str, words: list[str], **keys) -> None:
     """Check that two ranks, which first run `before`, end with one error line of these words."""
-    processes = start_ranks(2, *flags(**keys), script=watched(before=before), cwd=folder)
-    results = finish_ranks(processes)
-    assert {result.code for result in results} <= {-signal.SIGTERM, 1}, results
+    script = watched(before=before)
+    results = train_ranks(2, codes=[None, None], script=script, cwd=folder, **keys)
     # once, unless this machine is too slow to end the second rank in time
     (line,) = {*lines("".join(result.err for result in results), "error: ")}
     assert not any("Traceback" in result.err for result in results)
@@ -145,7 +141,7 @@ def test_a_rank_left_in_the_environment_means_nothing_without_a_world_size(
 
 
 def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(tiny, tmp_path):
-    """Do so also at iteration 0, where one machine has evaluated the weights and one has not."""
+    """Here after the evaluation at iteration 0, which one machine has done and one has not."""
     keys = tiny | dict(out_dir="out")
     train(**keys | dict(out_dir=tmp_path / "0/out", max_iters=0))
     (tmp_path / "1").mkdir()
@@ -157,19 +153,29 @@ def test_a_run_of_which_one_machine_lacks_the_checkpoint_is_refused(tiny, tmp_pa
 
 STOP = "signal.raise_signal(signal.SIGTERM)"
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-# when, after update n, which rank does what; the exit codes, a word of the one error line, the
-# why the run ended, and its checkpoints and evaluations
+# when, after update n, which rank does what; the exit codes, a word of the one error line,
+# why the run ended, its checkpoints and its evaluations
 BREAKS = {
     "a signal to all": ("n == 5", STOP, [143, 143], "", ["SIGTERM"], [5], [0]),
     # torchrun sends a signal to all, so what only another rank gets is not meant for the run
     "a signal to the second": (
-        *("n == 5 and RANK == '1'", STOP),
-        *([0, 0], "", ["max_iters"], [6, 12], [0, 6, 12]),
+        "n == 5 and RANK == '1'",
+        STOP,
+        [0, 0],
+        "",
+        ["max_iters"],
+        [6, 12],
+        [0, 6, 12],
     ),
     "one is killed": ("n == 8 and RANK == '1'", KILL, [None, -9], "", [], [6], [0, 6]),
     "no val shard": (
-        *("n == 2 and RANK == '1'", "os.truncate('tokens/val_000000.bin', 1100)"),
-        *([None, 1], "val_000000.bin", [], [], [0]),
+        "n == 2 and RANK == '1'",
+        "os.truncate('tokens/val_000000.bin', 1100)",
+        [None, 1],
+        "val_000000.bin",
+        [],
+        [],
+        [0],
     ),
 }
 
