@@ -5,11 +5,13 @@ import signal
 import subprocess
 from pathlib import Path
 
-import program
 import pytest
 import torch
 
 from common.process import ASK_TO_STOP
+
+pytest.register_assert_rewrite("program")  # so that a failed assert there shows its values
+import program  # noqa: E402
 
 # A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ import math
 import operator
 import os
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ def test_checkpoints_below_a_name_that_is_not_utf8_are_read(tmp_path):
     RunFolder(path).save(state(1, 5.0), keep=2)
     assert float(load_newest(path).model["w"][0]) == 5.0
     assert checkpoint.best_first(path) == [path / "ckpt-00000001.pt"]
+
+
+def test_a_save_that_fails_leaves_the_newest_checkpoint_and_the_best(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    for it in (1, 2):
+        folder.save(state(it, loss=float(it)), keep=1)
+    monkeypatch.setattr(checkpoint, "write", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(UserError):
+        folder.save(state(3, loss=3.0), keep=1)
+    assert [path.name for path in checkpoint.newest_first(tmp_path)] == [
+        checkpoint_name(2),
+        checkpoint_name(1),
+    ]
 
 
 def test_the_newest_checkpoints_and_the_one_with_the_lowest_loss_are_kept(tmp_path):

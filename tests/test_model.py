@@ -152,7 +152,7 @@ BACKENDS = [
 
 @pytest.mark.parametrize("dtype, backend, tolerance", slow_but(*BACKENDS[:3], of=BACKENDS))
 @pytest.mark.parametrize("chunk", ["off", "30"])
-def test_a_changed_loss_and_its_gradients_follow_their_formula(
+def test_a_changed_loss_with_weights_and_its_gradients_follow_their_formula(
     chunk, dtype, backend, tolerance, monkeypatch
 ):
     """

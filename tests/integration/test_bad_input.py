@@ -4,7 +4,8 @@ Check how the scripts refuse bad input: mistyped or missing arguments, and damag
 A row of the tables is a command and one text per expected error; all words of the text must occur
 in that error. They are the fix if the error names one, never only words of the command. Each
 command exits with code 1, prints only these errors and warnings, and changes no file. The commands
-run in a folder with a few good and many bad files: see `world`.
+run in a folder with a few good and many bad files, which `world` makes; tiny.py has the keys of
+TINY.
 """
 
 import json

@@ -10,6 +10,7 @@ import torch
 from cases import another_value
 from char_dataset import SHORT_RUN, T
 from program import (
+    Run,
     assert_same_run,
     flags,
     lines,
@@ -20,7 +21,7 @@ from program import (
     unchanged,
 )
 
-from configurator import FIELDS, Config, read_config
+from configurator import FIELDS, Config, LaunchKeys, find_keys, read_config
 from run.start import config_of_run
 
 TINY = SHORT_RUN
@@ -54,7 +55,7 @@ OTHERS |= dict(min_lr=1e-4, lr_decay_iters=6, batch_size=2, tokens_per_iter=192,
 OTHERS |= dict(log_interval=2, sample_tokens=3, loss_chunk="16")
 
 
-def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(tiny, ran, tmp_path):
+def test_a_resume_that_names_only_the_folder_equals_an_uninterrupted_run(tiny, ran, tmp_path):
     tiny |= OTHERS
     train(**tiny | dict(out_dir=tmp_path / "straight"))
     stopped(5, **tiny)
@@ -67,6 +68,21 @@ def test_a_run_goes_on_by_itself_if_the_command_names_only_its_folder(tiny, ran,
     assert second == first and OTHERS.items() <= first.items()
     again = train(out_dir=ran.out_dir)
     assert "complete after 8 iterations (max_iters = 8 of this run)" in again.out
+
+
+LENGTH_AND_DATA = {"max_iters", "hours", "warmup_iters", "lr_decay_iters", "dataset", "eval_only"}
+NOT_TRIED = {"out_dir", "device", "compile", "tracker", "wandb_project", "log_interval"}
+
+
+def test_what_a_plain_command_may_change_does_not_change_what_a_run_learns(tiny, ran, straight):
+    """Set all keys of LaunchKeys but those of the run's length and its data to other values."""
+    stopped(4, **tiny)
+    names = find_keys(LaunchKeys).keys() - LENGTH_AND_DATA - NOT_TRIED
+    others = {n: OTHERS.get(n, another_value(FIELDS[n], getattr(Config(), n))) for n in names}
+    del tiny["gradient_accumulation_steps"]  # with another batch_size, more tokens in an iteration
+    result = train(**tiny | others)
+    assert all(f"resume: {name} = " in result.out for name in others)
+    assert ran.steps("loss") == pytest.approx(Run(straight).steps("loss"), rel=1e-5)
 
 
 def test_a_run_says_what_it_keeps_that_a_command_leaves_out(tiny, ran):

@@ -97,12 +97,17 @@ def test_more_hours_on_a_resume_stretch_the_rest_of_the_schedule(trainer, tiny, 
     trainer.launch(**tiny, hours=HOURS)
     half = ran.steps("lr")[-1]
     assert half == pytest.approx(0.56, abs=0.02)
-    fewer = trainer.launch(**tiny, hours=0.1)
-    assert fewer.code == 1 and "--hours=0.6" in fewer.err  # half an hour more than was done
     assert trainer.launch(**tiny, hours=2 * HOURS).code == 0
     assert ran.steps("lr")[40] == pytest.approx(1 - (1 - half) / 2, abs=0.02)
     assert ran.steps("lr")[-1] <= 16 / SECONDS
     assert 2 * SECONDS <= 3600 * ran.end["hours"] <= 2 * SECONDS + 20
+
+
+def test_an_unfinished_run_is_refused_fewer_hours_than_it_has_done(trainer, tiny):
+    trainer.at["iteration", 40] = sigterm
+    trainer.launch(**tiny, hours=HOURS)
+    fewer = trainer.launch(**tiny, hours=0.1)
+    assert fewer.code == 1 and "--hours=0.6" in fewer.err  # half an hour more than was done
 
 
 # -----------------------------------------------------------------------------
