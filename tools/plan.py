@@ -88,7 +88,7 @@ def plan(c: Config, options: Namespace) -> dict:
     if not options.iter_seconds:
         if not (peak and flops) or peak_source == "measured":
             why = "no data sheet gives its peak" if flops else "the model's FLOPs are unknown"
-            problem = f"the hours on a {name} in {dtype} cannot be estimated, because {why}"
+            problem = f"the hours on {name} in {dtype} cannot be estimated, because {why}"
             hint = "give --gpu=NAME, or --iter_seconds=S, which bench.py CONFIG measures"
             raise UserError(f"gpu: {problem}; {hint}")
         low, likely, high, source = known_mfus(name, row)
