@@ -79,18 +79,23 @@ class ForkedProcess(FORK.Process):
 
 def warm_up() -> None:
     """
-    Import torch and count the FLOPs of two tiny models. With what torch then remembers, a forked
-    process takes two thirds of the time to begin a run. Forget the program again, because a forked
-    process may run a changed copy of it.
+    Import torch and run two tiny models forward on fake tensors, as each run does to count its
+    FLOPs: with what torch then remembers, a forked process begins a run sooner. A backward pass
+    would start threads in a CUDA build of torch, and forked processes could then make none. Forget
+    the program again, because a forked process may run a changed copy of it.
     """
-    import torch._dynamo  # which torch imports with the first optimizer  # noqa: F401
+    import torch._dynamo  # which torch imports with the first optimizer
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
 
-    from machine.cost import count_flops
     from model import GPTConfig
-    from model_fast import FastConfig
+    from model_fast import FastConfig, build_model
 
     for sizes in (GPTConfig, FastConfig):
-        count_flops(sizes(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=128))
+        with FakeTensorMode(), FlopCounterMode(display=False):
+            model = build_model(sizes(n_layer=1, n_head=2, n_embd=32, block_size=16))
+            idx = torch.zeros(1, 16, dtype=torch.long)
+            model(idx, idx)
     scripts = ("common", "configurator", "data", "machine", "model", "model_fast", "optimizer")
     for name in [name for name in sys.modules if name.split(".")[0] in scripts]:
         del sys.modules[name]
