@@ -102,7 +102,7 @@ class TrainingKeys:
     # Schedule
     lr_schedule: Schedule = "cosine"  # how the learning rate decays; wsd: constant, then linear
     decay_fraction: UpToOne = 0.2  # with wsd: fraction of the run spent decaying; 0: constant rate
-    min_lr: float = 6e-5  # final learning rate; if unset with a peak below 6e-5: peak / 10
+    min_lr: float = 6e-5  # final rate (with Muon >= peak / 5); if unset above the peak: peak / 10
     # Evaluation
     eval_tokens: Positive = 2457600  # val tokens per evaluation; of train as many, up to 2**20
 

@@ -44,7 +44,8 @@ NEWTON_SCHULZ = (
 # get the same fractions: Muon's momentum rises for 13% of the run, the weights' average reaches
 # back over about 6% of it, and the momentum of biases and gains over 4%.
 PUBLIC_ITERS = 2726
-MOMENTUM_WARMUP, FIRST_MOMENTUM = 350 / PUBLIC_ITERS, 0.85
+MOMENTUM_WARMUP = 350 / PUBLIC_ITERS
+FIRST_MOMENTUM = 0.85
 AVERAGE_DECAY = 0.9935
 
 

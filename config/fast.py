@@ -2,7 +2,7 @@
 #
 # Model and updates come from a public program, whose eight runs of 2,726 iterations on H200s
 # averaged 3.2785 (docs/fast_recipe.md); dev/compare_modded.py compares the two programs.
-# Its hours and memory on a GPU: python bench.py plan config/fast.py --gpu=4070
+# Hours and memory: python bench.py plan config/fast.py --gpu=4070
 # If those runs' tokens are missing, train.py downloads them (docs/fast_recipe.md).
 out_dir = "out/fast"
 dataset = "fineweb_records"  # or "fineweb_edu", whose losses are lower, or your own

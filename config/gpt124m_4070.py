@@ -1,6 +1,6 @@
 # GPT-2 124M on FineWeb-Edu with an RTX 4070 (12 GB): 10B tokens. GPUs before the RTX 30 series need
 # dtype = "float16".
-# Its hours and memory on a GPU: python bench.py plan config/gpt124m_4070.py --gpu=4070
+# Hours and memory: python bench.py plan config/gpt124m_4070.py --gpu=4070
 # A published nanoGPT run on this card took 9.35 s per iteration (results/public_runs).
 # python data/prepare_fineweb.py --tokens=10B && python train.py config/gpt124m_4070.py
 out_dir = "out/gpt124m"
@@ -8,7 +8,7 @@ out_dir = "out/gpt124m"
 # train.py downloads; docs/training.md has the other flags
 dataset = "fineweb_edu"
 
-batch_size = 8  # 16 would fit too, but nobody has measured that it is faster
+batch_size = 8  # 16 fits too; nobody has measured whether it is faster
 block_size = 1024
 gradient_accumulation_steps = 64
 # 524,288, as in GPT-3. With a flag such as --batch_size=16 it stays the same, in 32 micro-batches

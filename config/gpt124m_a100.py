@@ -1,5 +1,5 @@
 # GPT-2 124M on FineWeb-Edu with an A100 (40 or 80 GB) rented by the hour.
-# Its hours and memory on a GPU: python bench.py plan config/gpt124m_a100.py --gpu=a100
+# Hours and memory: python bench.py plan config/gpt124m_a100.py --gpu=a100
 out_dir = "out/gpt124m"
 # Others report a loss of 3.28 on FineWeb. To compare, set "fineweb_records" here, which
 # train.py downloads; docs/training.md has the other flags

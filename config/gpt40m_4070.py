@@ -1,5 +1,5 @@
 # A GPT with 40M parameters on FineWeb-Edu with an RTX 4070 (12 GB): 10.5B tokens.
-# Its hours and memory on a GPU: python bench.py plan config/gpt40m_4070.py --gpu=4070
+# Hours and memory: python bench.py plan config/gpt40m_4070.py --gpu=4070
 # A published nanoGPT run of this size took 3.91 s per iteration on this card, 21.7 hours in all
 # (results/public_runs).
 out_dir = "out/gpt40m"

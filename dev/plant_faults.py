@@ -56,7 +56,8 @@ def fault(node: ast.AST) -> tuple[ast.AST, str] | None:
 
 def faults(text: bytes) -> list[tuple[int, str, bytes]]:
     """Return all faults that can be planted in a file: the line, the change, the changed file."""
-    found, lines = [], [0, *(end.end() for end in re.finditer(b"\n", text))]
+    found = []
+    lines = [0, *(end.end() for end in re.finditer(b"\n", text))]  # where each begins
     for old, new in filter(None, map(fault, ast.walk(ast.parse(text)))):
         begin, end = lines[old.lineno - 1] + old.col_offset, lines[old.end_lineno - 1]
         end += old.end_col_offset

@@ -50,8 +50,8 @@ class State:
     iter_num: int = 0  # iterations done, including those whose update was skipped
     val_loss: float | None = None  # the weights' validation loss, None: not evaluated
     complete: bool = False  # whether the run was over, so that these weights are final
-    # The run that trained them
-    # All keys as resolved, before the device adapts them; dtype as it ran
+    # The run that trained them. `config` has all keys as resolved, before the device adapts them,
+    # but dtype as it ran
     config: dict[str, Any] = field(default_factory=dict)
     data_fingerprint: str = ""
     ledger: dict[str, float] = field(default_factory=dict)  # the clock's seconds

@@ -476,7 +476,7 @@ def train_ranks(
     all 0. None: any but 0, for a rank that may be ended before it notices that another one has.
     """
     processes = start_ranks(n, *flags(**keys), script=script, cwd=cwd)
-    results = finish_ranks(processes, timeout=300)  # compiling may take minutes
+    results = finish_ranks(processes, timeout=300)  # because compiling can take minutes
     for result, code in zip(results, codes or [0] * n, strict=True):
         assert result.code == code or (code is None and result.code), results
     return results

@@ -202,7 +202,7 @@ def shuffled_windows(tokens: Tensor, T: int, seed: int) -> Iterator[Tensor]:
 
 
 def spread_windows(ids: Tensor, T: int, tokens: int) -> list[Tensor]:
-    """Return the windows of an evaluation on so many tokens, spread evenly over a split."""
+    """Return the windows of an evaluation of `tokens` tokens, spread evenly over a split."""
     available = (len(ids) - 1) // T
     count = min(tokens // T, available)
     starts = [number * available // count * T for number in range(count)]

@@ -148,7 +148,7 @@ def test_a_plan_for_a_cpu_has_an_mfu_by_a_measured_peak_but_no_hours_by_it():
 
 @pytest.mark.parametrize("gpu, gpus, speed", [("a100", 8, 230e9), ("4070", 2, 12e9)])
 def test_the_time_on_several_gpus_is_the_divided_work_plus_the_gradient_exchange(gpu, gpus, speed):
-    """n GPUs send and receive (n - 1) / n of the float32 gradients twice."""
+    """Each of n GPUs sends and receives (n - 1) / n of the float32 gradients twice."""
     exchange = (gpus - 1) / gpus * LINK / speed
     one = plan("gpt124m_4070", f"--gpu={gpu}")
     p = plan("gpt124m_4070", f"--gpu={gpu}", f"--gpus={gpus}", "--watts=300")

@@ -318,7 +318,7 @@ def test_a_run_locks_its_folder_before_it_reads_a_checkpoint(tiny, monkeypatch):
 
 
 def test_a_new_run_does_not_delete_a_users_files_in_its_folder(tiny, ran):
-    """Keep each file under its own or another name."""
+    """Each file stays, under its own name or a new one."""
     ran.out_dir.mkdir()
     for name in (
         "log.txt",

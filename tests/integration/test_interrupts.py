@@ -237,7 +237,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny, ran):
 
 @pytest.mark.parametrize("factor", [torch.nan, 100.0], ids=["nan", "above MAX_LOSS"])
 def test_a_diverged_model_with_finite_weights_replaces_no_checkpoint(factor, tiny, ran):
-    """Then resume from the last good checkpoint, without moving any file."""
+    """The next launch resumes from the last good checkpoint; nobody has to move a file."""
     train(**tiny | dict(max_iters=4))
     loss = torch.nn.functional.cross_entropy
 

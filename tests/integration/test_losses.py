@@ -65,7 +65,7 @@ def write_weights(folder: Path, tokens: Path, **config) -> Path:
     train(**config | dict(max_iters=0), dataset=tokens, out_dir=folder)
     state = Run(folder).state(0)
     generator = torch.Generator().manual_seed(0)
-    # one tensor may have two names
+    # a tied weight has two names
     for p in {p.data_ptr(): p for p in state["model"].values()}.values():
         p += 0.2 * torch.randn(p.shape, generator=generator)
     torch.save(state, folder / "weights.pt")
@@ -77,7 +77,7 @@ def write_weights(folder: Path, tokens: Path, **config) -> Path:
 
 KINDS = dict(
     gpt2=dict(),
-    # an evaluation has whole windows; the last two keys change only rounding, and a chunk of the
+    # Evaluations take whole windows only. The last two keys change only rounding; a chunk of the
     # loss is less than half a micro-batch
     untied_computed_otherwise=dict(
         tie_weights=False, eval_tokens=6 * T + 4, flash=False, loss_chunk="24"
@@ -299,7 +299,7 @@ def test_each_second_is_counted_once_and_evaluations_and_saves_do_not_lower_the_
 ):
     trainer = InProcessRun(fake_clock=True)
     trainer.seconds = dict(iteration=0.5, lookup=0.001, save=1.0)
-    # evaluations and saves come at 4 and 8, no log line does
+    # evaluations and saves come at iterations 4 and 8, where there is no log line
     config = BASE | dict(eval_interval=4, log_interval=3)
     assert trainer.launch(**config, dataset=tokens, out_dir=tmp_path).code == 0
 
